@@ -20,7 +20,7 @@ def _poison(on: bool) -> None:
     # torch fills what `empty` returns (NaN, or the largest integer) only while deterministic algorithms are asked for;
     # warn_only keeps operations that have none from raising.
     torch.use_deterministic_algorithms(on, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = on  # type: ignore[assignment]
+    torch.utils.deterministic.fill_uninitialized_memory = on
 
 
 def pytest_configure(config: pytest.Config) -> None:
