@@ -62,6 +62,9 @@ def forward(
     emit = Emit.GRADIENT if keep_product or keep_gradient else Emit.NOTHING
     kept = walk.kept_hidden() if keep_product else _nothing(walk)
     cache = walk.buffer(cache_rows, walk.precision.compute) if keep_gradient else None
+    if cache is not None:
+        # While tracing the cache has room for every position; an operator's output is never left unwritten.
+        cache[count:].zero_()
     tile = walk.buffer(min(plan.tile_rows, count), walk.precision.compute) if emit and cache is None else None
     state = walk.state(count, names)
     for ranges in _tile_ranges(count, plan.tile_rows):
