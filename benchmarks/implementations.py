@@ -47,8 +47,8 @@ class Implementation:
             return "needs a CUDA device"
         try:
             importlib.import_module(self.module)
-        except ImportError as error:
-            return f"missing: {error}"
+        except Exception as error:  # an import fails in more ways than ImportError
+            return f"missing: {str(error).partition(chr(10))[0]}"
         return None
 
 
