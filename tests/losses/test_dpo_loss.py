@@ -182,9 +182,7 @@ def test_label_smoothing_is_refused_where_it_has_no_form(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, row in LOSS_TYPES.items() if not row.any_divergence])
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
 def test_divergence_is_refused_where_it_has_no_form(name: str, divergence: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"f_divergence: got '{divergence}', expected 'reverse_kl' for loss_type {name}"
-    ):
+    with pytest.raises(ValueError, match=f"f_divergence: got '{divergence}', expected 'reverse_kl' for .* {name}"):
         dpo_loss(LOGPS, LOGPS, **arguments(name, LOGPS), f_divergence=divergence)
 
 
@@ -193,7 +191,7 @@ def test_bad_type() -> None:
         dpo_loss(LOGPS.long(), LOGPS)
     with pytest.raises(TypeError, match="rejected_logps: got float"):
         dpo_loss(LOGPS, 0.0)
-    with pytest.raises(TypeError, match="beta: got '0.1' of type str"):
+    with pytest.raises(TypeError, match=r"beta: got '0\.1' of type str"):
         dpo_loss(LOGPS, LOGPS, beta="0.1")
     with pytest.raises(ValueError, match=r"chosen_logps: got shape \[1, 3\], expected \[pairs\]"):
         dpo_loss(LOGPS[None], LOGPS[None])
