@@ -17,7 +17,7 @@ def check_number(
     if not (math.isfinite(value) and value > above and low <= value <= high):
         bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {low:g}"] * (low > -math.inf)
         bounds += [f"<= {high:g}"] * (high < math.inf)
-        raise ValueError(f"{name}: got {value!r}, expected a finite number{''.join(f' {bound}' for bound in bounds)}")
+        raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
 
 
 def check_flag(name: str, value: object) -> None:
@@ -31,7 +31,7 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> None:
-    """Raise unless `value` is a floating-point tensor of one of `shapes`."""
+    """Raise unless `value` is a floating-point tensor of one of `shapes` (any, when none is named)."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         seen = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
@@ -39,7 +39,7 @@ def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> No
 
 
 def check_shape(name: str, value: Tensor, *shapes: tuple[int, ...]) -> None:
-    if tuple(value.shape) not in shapes:
+    if shapes and tuple(value.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name}: got shape {list(value.shape)}, expected {expected}")
 

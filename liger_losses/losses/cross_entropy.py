@@ -63,9 +63,7 @@ class CrossEntropyLoss:
         count = inputs.get(_COUNT)
         if self.reduction == "sum":
             if count is not None:
-                raise ValueError(
-                    f"{_COUNT}: got a count with reduction='sum', expected none; it divides with 'mean' only"
-                )
+                raise ValueError(f"{_COUNT}: got a count, expected none with reduction='sum', which divides by nothing")
             return {"tokens": torch.ones((), dtype=torch.int64, device=mask.device)}
         if count is None:
             return {"tokens": mask.sum().clamp_min(1)}

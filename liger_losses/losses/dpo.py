@@ -61,7 +61,7 @@ class DPOLoss(DPOObjective):
             check_number("ld_alpha", self.ld_alpha, low=0, high=1)
             if self.average_log_prob:
                 raise ValueError(
-                    f"ld_alpha: got {self.ld_alpha}, expected None: it weighs tokens of a sum, and average_log_prob is True"
+                    f"ld_alpha: got {self.ld_alpha}, expected None with average_log_prob=True: it weighs a sum"
                 )
         if self.average_log_prob and self.needs("lengths"):
             raise ValueError(
