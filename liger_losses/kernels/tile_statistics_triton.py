@@ -42,7 +42,7 @@ def difference(lower, higher):
 def row_start(ptr, row, stride, ALIGNED: tl.constexpr):
     # Rows of an aligned tile begin on 8-element boundaries: told so, the compiler moves 16 bytes at a time.
     if ALIGNED:
-        stride = tl.multiple_of(stride, 8)
+        stride = stride // 8 * 8
     return ptr + row * stride
 
 
@@ -50,7 +50,7 @@ def row_start(ptr, row, stride, ALIGNED: tl.constexpr):
 def readable_columns(n_columns, ALIGNED: tl.constexpr):
     # An aligned tile may be read, and written, up to the 8-element boundary: the mask is then uniform over 16 bytes.
     if ALIGNED:
-        n_columns = tl.multiple_of((n_columns + 7) // 8 * 8, 8)
+        n_columns = (n_columns + 7) // 8 * 8
     return n_columns
 
 
@@ -87,7 +87,7 @@ def _row_sums(
     before = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, n_columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        z, _ = logits_and_slope(
+        z, _slope = logits_and_slope(
             row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
         )
         below = z - reference
@@ -153,10 +153,10 @@ def _fold_kernel(
     local64 = tl.load(target_ptr + row) - first_column
     local = tl.minimum(tl.maximum(local64, -1), n_columns).to(tl.int32)
 
-    z, _ = logits_and_slope(
+    first, _first_slope = logits_and_slope(
         row_ptr, bias_ptr, tl.arange(0, BLOCK), readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
     )
-    reference = finite(tl.max(z, 0))
+    reference = finite(tl.max(first, 0))
     highest, total, weighted, squares, logits, before = _row_sums(
         row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
         HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, BLOCK,
@@ -190,10 +190,10 @@ def _fold_kernel(
         tl.store(max_before_ptr + row, tl.maximum(tl.load(max_before_ptr + row), before))
     if (local >= 0) & (local < n_columns):
         one = local + tl.arange(0, 1)
-        z, _ = logits_and_slope(
+        found, _found_slope = logits_and_slope(
             row_ptr, bias_ptr, one, n_columns, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
         )
-        tl.store(target_logit_ptr + row + tl.arange(0, 1), z)
+        tl.store(target_logit_ptr + row + tl.arange(0, 1), found)
 
     if EMIT != 0:
         lse = m + tl.log(s)
