@@ -19,6 +19,10 @@ ROW_BLOCK = 128
 VOCAB_BLOCK = 128
 _MIB = 1 << 20
 
+# Rows a product of a gradient tile with the weight takes at a time. Measured on an H200: at 2,048 rows it is 10 % faster
+# than in one piece, and below that it leaves processors idle.
+PRODUCT_ROWS = 2048
+
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
@@ -212,9 +216,9 @@ def _round_rows(rows: int, p: Problem) -> int:
 
 
 def _logit_rows(p: Problem, budget: int) -> int:
-    """Rows projected at a time where logits and gradient have buffers of their own: 512 unless they are too dear."""
+    """Rows projected at a time where logits and gradient have buffers of their own: 1,024 unless they are too dear."""
     per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(512, budget // 4 // per_row), p)
+    return _round_rows(min(1024, budget // 4 // per_row), p)
 
 
 def _weight_copy(p: Problem) -> int:
@@ -225,7 +229,13 @@ def _tile_bytes(p: Problem, tile_rows: int, logit_rows: int) -> int:
     """Gradient tile, logits where they are a buffer of their own, and the tile's hidden rows and products."""
     vocab = p.padded_vocab
     logits = 0 if p.in_place else logit_rows * vocab * p.logits_bytes
-    return tile_rows * vocab * p.compute_bytes + logits + 3 * tile_rows * p.hidden_size * p.compute_bytes
+    return tile_rows * vocab * p.compute_bytes + logits + _tile_copies(p) * tile_rows * p.hidden_size * p.compute_bytes
+
+
+def _tile_copies(p: Problem) -> int:
+    """`[rows, H]` tensors of a tile: scaled hidden rows, and where tokens are gathered, the rows and their product."""
+    contiguous = p.tokens == p.positions and p.hidden_itemsize == p.compute_bytes and p.separability == "token"
+    return 1 if contiguous else 3
 
 
 def _largest(fits: Callable[[int], int], budget: int, p: Problem) -> int:
@@ -250,8 +260,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
         return max(forward, backward) - p.returned_bytes
 
     rows = _largest(workspace_of, budget, p)
-    # Beyond 4,096 rows the products do not get faster.
-    rows = min(rows, 4096)
+    rows = min(rows, PRODUCT_ROWS)
     return Plan(p, "frozen", rows, min(rows, logit_rows), p.vocab_size, 2.0, workspace_of(rows), budget)
 
 
@@ -259,9 +268,9 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
     logit_rows = _logit_rows(p, budget)
     cache = p.tokens * p.padded_vocab * p.compute_bytes
     kept = p.hidden_grad * p.hidden_bytes
-    scaled = p.weight_grad * 2 * p.tokens * p.hidden_size * p.compute_bytes
-    rows = logit_rows if not p.in_place else _round_rows(min(4096, p.tokens), p)
-    tile = (0 if p.in_place else logit_rows * p.padded_vocab * p.logits_bytes) + 3 * rows * p.hidden_size * p.compute_bytes
+    scaled = p.weight_grad * (1 + (_tile_copies(p) > 1)) * p.tokens * p.hidden_size * p.compute_bytes
+    rows = _round_rows(min(PRODUCT_ROWS, p.tokens), p)
+    tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
     forward = kept + cache + tile + _weight_copy(p)
     wide = p.weight_grad * p.wide_weight_sum * p.vocab_size * p.hidden_size * p.statistics_bytes
     backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..kernels import Emit, LogitTransform, RowState, fold_tile, matmul, tile_gradient
 from .head import Precision
-from .planner import Plan
-from .tokens import Ranges, ScoredOnDevice
+from .planner import PRODUCT_ROWS, Plan
+from .tokens import Ranges, ScoredOnDevice, split_ranges
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,7 @@ class TileWalk:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
         in_place = gradient is not None and self.precision.logits == gradient.dtype
         step = max(1, hidden.shape[0]) if in_place else self.plan.logit_rows
-        for start in range(0, hidden.shape[0], step):
-            rows = slice(start, min(start + step, hidden.shape[0]))
+        for rows in _slices(hidden.shape[0], step):
             out = None if gradient is None else gradient[rows]
             logits = out if in_place else self._logits_buffer(rows.stop - rows.start)
             assert logits is not None
@@ -207,13 +206,18 @@ class TileWalk:
         """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""
         if gradient.shape[0] == 0:
             return
-        if self.scored.index is None and len(ranges) == 1:
-            matmul(gradient, self.weight, out=kept[slice(*ranges[0])])
-            return
-        product = torch.empty(gradient.shape[0], kept.shape[1], dtype=kept.dtype, device=kept.device)
-        self.scored.scatter(matmul(gradient, self.weight, out=product), kept, ranges)
+        for piece, rows in zip(split_ranges(ranges, PRODUCT_ROWS), _slices(gradient.shape[0], PRODUCT_ROWS), strict=True):
+            if self.scored.index is None and len(piece) == 1:
+                matmul(gradient[rows], self.weight, out=kept[slice(*piece[0])])
+                continue
+            product = torch.empty(rows.stop - rows.start, kept.shape[1], dtype=kept.dtype, device=kept.device)
+            self.scored.scatter(matmul(gradient[rows], self.weight, out=product), kept, piece)
 
     def kept_hidden(self) -> Tensor:
         """Room for `G W` of every position; positions that are not scored stay zero."""
         make = torch.empty if self.scored.index is None else torch.zeros
         return make(self.hidden.shape, dtype=self.precision.compute, device=self.hidden.device)
+
+
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

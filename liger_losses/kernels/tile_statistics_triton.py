@@ -22,6 +22,18 @@ def capped_tanh(x):
 
 
 @triton.jit
+def finite(maximum):
+    # Something that -inf may be subtracted from: -inf - -inf is no number.
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def difference(lower, higher):
+    # `lower - higher`; 0 where nothing has been seen yet, and the sums that it rescales are 0.
+    return tl.where(lower == -float("inf"), 0.0, lower - finite(higher))
+
+
+@triton.jit
 def logits_and_slope(
     row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
@@ -74,39 +86,55 @@ def _fold_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = tile_ptr + row * tile_stride
     local = tl.load(target_ptr + row) - first_column
-    m = tl.load(max_ptr + row)
-    s = tl.load(sum_exp_ptr + row)
+    # One running maximum and sum per lane: nothing is reduced across the program until the row has been read.
+    lane_max = tl.full((BLOCK,), -float("inf"), tl.float32)
+    lane_sum = tl.zeros((BLOCK,), tl.float32)
     if ENTROPY:
-        weighted = tl.load(weighted_ptr + row)
+        lane_weighted = tl.zeros((BLOCK,), tl.float32)
     if SUM_SQ:
-        sum_sq = tl.load(sum_sq_ptr + row)
+        lane_sq = tl.zeros((BLOCK,), tl.float32)
     if MEAN:
-        sum_logits = tl.load(sum_logits_ptr + row)
+        lane_logits = tl.zeros((BLOCK,), tl.float32)
     if TOP1:
-        before = tl.load(max_before_ptr + row)
-
+        lane_before = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, n_columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < n_columns
         z, _ = logits_and_slope(row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
         if MEAN:
-            sum_logits += tl.sum(tl.where(mask, z, 0.0), 0)
+            lane_logits += tl.where(mask, z, 0.0)
         z = tl.where(mask, z, -float("inf"))
         if TOP1:
-            before = tl.maximum(before, tl.max(tl.where(offsets < local, z, -float("inf")), 0))
-        highest = tl.maximum(m, tl.max(z, 0))
-        # A row that has only seen -inf has nothing to rescale, and -inf - -inf is no number.
-        empty = m == -float("inf")
-        shift = tl.where(empty, 0.0, m - highest)
-        rescale = tl.where(empty, 0.0, tl.exp(shift))
-        below = z - highest
+            lane_before = tl.maximum(lane_before, tl.where(offsets < local, z, -float("inf")))
+        highest = tl.maximum(lane_max, z)
+        shift = difference(lane_max, highest)
+        rescale = tl.exp(shift)
+        below = z - finite(highest)
         e = tl.exp(below)
         if ENTROPY:
-            weighted = rescale * (weighted + shift * s) + tl.sum(tl.where(e > 0, e * below, 0.0), 0)
+            lane_weighted = rescale * (lane_weighted + shift * lane_sum) + tl.where(e > 0, e * below, 0.0)
         if SUM_SQ:
-            sum_sq = sum_sq * rescale * rescale + tl.sum(e * e, 0)
-        s = s * rescale + tl.sum(e, 0)
-        m = highest
+            lane_sq = lane_sq * rescale * rescale + e * e
+        lane_sum = lane_sum * rescale + e
+        lane_max = highest
+
+    old_max = tl.load(max_ptr + row)
+    old_sum = tl.load(sum_exp_ptr + row)
+    m = tl.maximum(old_max, tl.max(lane_max, 0))
+    shift = difference(lane_max, m)
+    rescale = tl.exp(shift)
+    old_shift = difference(old_max, m)
+    old_rescale = tl.exp(old_shift)
+    s = old_sum * old_rescale + tl.sum(lane_sum * rescale, 0)
+    if ENTROPY:
+        weighted = old_rescale * (tl.load(weighted_ptr + row) + old_shift * old_sum)
+        weighted += tl.sum(rescale * (lane_weighted + shift * lane_sum), 0)
+    if SUM_SQ:
+        sum_sq = tl.load(sum_sq_ptr + row) * old_rescale * old_rescale + tl.sum(lane_sq * rescale * rescale, 0)
+    if MEAN:
+        sum_logits = tl.load(sum_logits_ptr + row) + tl.sum(lane_logits, 0)
+    if TOP1:
+        before = tl.maximum(tl.load(max_before_ptr + row), tl.max(lane_before, 0))
 
     tl.store(max_ptr + row, m)
     tl.store(sum_exp_ptr + row, s)
