@@ -128,15 +128,12 @@ def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB for
-    tiles. Without: 1 GiB, where larger tiles stop paying. Never less than what 1,024 rows need.
+    tiles. Without: 1.125 GiB, where larger tiles stop paying.
     """
-    p = problem
-    rows = min(1024, -(-max(p.tokens, 1) // ROW_BLOCK) * ROW_BLOCK)
-    tile = rows * p.padded_vocab * (p.compute_bytes + p.logits_bytes) + 2 * p.hidden_bytes
-    if not p.weight_grad:
-        return max(1 << 30, tile)
-    accumulator = p.vocab_size * p.hidden_size * p.statistics_bytes
-    return accumulator + p.tokens * p.hidden_size * 4 + max(256 * _MIB, tile)
+    if not problem.weight_grad:
+        return 1152 * _MIB
+    accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
+    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB
 
 
 def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | None = None) -> Plan:
@@ -218,7 +215,7 @@ def _round_rows(rows: int, p: Problem) -> int:
 def _logit_rows(p: Problem, budget: int) -> int:
     """Rows projected at a time where logits and gradient have buffers of their own: 1,024 unless they are too dear."""
     per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(1024, budget // 4 // per_row), p)
+    return _round_rows(min(1024, budget // 2 // per_row), p)
 
 
 def _weight_copy(p: Problem) -> int:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tile_statistics_triton import logits_and_slope
+from .tile_statistics_triton import aligned, logits_and_slope, readable_columns, row_start
 from .transform import LogitTransform
 
 _BLOCK = 4096
@@ -32,6 +32,7 @@ def _gradient_kernel(
     scale,
     softcap,
     inv_t,
+    ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
@@ -44,12 +45,13 @@ def _gradient_kernel(
     inv_t = tl.cast(inv_t, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < n_columns
-    row_ptr = tile_ptr + row * tile_stride
+    readable = readable_columns(n_columns, ALIGNED)
+    row_ptr = row_start(tile_ptr, row, tile_stride, ALIGNED)
     lse = tl.load(lse_ptr + row)
-    is_target = offsets == tl.load(target_ptr + row) - first_column
+    local = tl.load(target_ptr + row) - first_column
+    is_target = offsets == tl.minimum(tl.maximum(local, -1), n_columns).to(tl.int32)
     if FROM_PROBABILITY:
-        p = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        p = tl.load(row_ptr + offsets, mask=offsets < readable, other=0.0).to(tl.float32)
         p = tl.where(is_target, tl.exp(tl.load(logprob_ptr + row)), p)
         logp = tl.where(p > 0, tl.log(tl.where(p > 0, p, 1.0)), 0.0)
         slope = scale * inv_t
@@ -57,7 +59,9 @@ def _gradient_kernel(
             capped = (logp + lse) / (inv_t * softcap)
             slope = slope * (1.0 - capped * capped)
     else:
-        z, slope = logits_and_slope(row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        z, slope = logits_and_slope(
+            row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
+        )
         logp = z - lse
         p = tl.exp(logp)
     a = tl.load(dlogprob_ptr + row)
@@ -68,7 +72,8 @@ def _gradient_kernel(
     if HAS_DLSE:
         gradient += tl.load(dlse_ptr + row) * p
     gradient = gradient * slope
-    tl.store(out_ptr + row * out_stride + offsets, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+    out_row = row_start(out_ptr, row, out_stride, ALIGNED)
+    tl.store(out_row + offsets, gradient.to(out_ptr.dtype.element_ty), mask=offsets < readable)
 
 
 def tile_gradient_triton(
@@ -106,6 +111,7 @@ def tile_gradient_triton(
             transform.scale,
             transform.softcap or 1.0,
             transform.inverse_temperature,
+            ALIGNED=aligned(tile, out),
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=transform.softcap is not None,
             HAS_DENTROPY=dentropy is not None,

@@ -10,7 +10,12 @@ from torch import Tensor
 from .tile_statistics import Emit, RowState
 from .transform import LogitTransform
 
-_BLOCK = 8192
+_BLOCK = 4096
+_WARPS = 8
+
+# A row is summed relative to the maximum of its first block. Where a later logit exceeds that by more, the row is summed
+# again relative to its true maximum: e^(2 * 40) is far from overflow, and 40 roundings of an fp32 are far from visible.
+_HEADROOM = tl.constexpr(40.0)
 
 
 @triton.jit
@@ -34,12 +39,29 @@ def difference(lower, higher):
 
 
 @triton.jit
+def row_start(ptr, row, stride, ALIGNED: tl.constexpr):
+    # Rows of an aligned tile begin on 8-element boundaries: told so, the compiler moves 16 bytes at a time.
+    if ALIGNED:
+        stride = tl.multiple_of(stride, 8)
+    return ptr + row * stride
+
+
+@triton.jit
+def readable_columns(n_columns, ALIGNED: tl.constexpr):
+    # An aligned tile may be read, and written, up to the 8-element boundary: the mask is then uniform over 16 bytes.
+    if ALIGNED:
+        n_columns = tl.multiple_of((n_columns + 7) // 8 * 8, 8)
+    return n_columns
+
+
+@triton.jit
 def logits_and_slope(
-    row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
-    raw = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    raw = tl.load(row_ptr + offsets, mask=offsets < readable, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        raw += tl.load(bias_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        raw += tl.load(bias_ptr + offsets, mask=offsets < n_columns, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
         t = capped_tanh(raw * (scale / softcap))
         z = t * (softcap * inv_t)
@@ -47,7 +69,47 @@ def logits_and_slope(
     else:
         z = raw * (scale * inv_t)
         slope = scale * inv_t
-    return z, slope
+    return tl.where(offsets < n_columns, z, -float("inf")), slope
+
+
+@triton.jit
+def _row_sums(
+    row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
+    MEAN: tl.constexpr, TOP1: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Sums per lane, relative to `reference`: nothing crosses the program until the row has been read.
+    highest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    logits = tl.zeros((BLOCK,), tl.float32)
+    before = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in range(0, n_columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        z, _ = logits_and_slope(
+            row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
+        )
+        below = z - reference
+        e = tl.exp(below)
+        total += e
+        highest = tl.maximum(highest, z)
+        if ENTROPY:
+            weighted += tl.where(e > 0, e * below, 0.0)
+        if SUM_SQ:
+            squares += e * e
+        if MEAN:
+            logits += tl.where(offsets < n_columns, z, 0.0)
+        if TOP1:
+            before = tl.maximum(before, tl.where(offsets < local, z, -float("inf")))
+    return (
+        tl.max(highest, 0),
+        tl.sum(total, 0),
+        tl.sum(weighted, 0),
+        tl.sum(squares, 0),
+        tl.sum(logits, 0),
+        tl.max(before, 0),
+    )
 
 
 @triton.jit(do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"])
@@ -70,6 +132,7 @@ def _fold_kernel(
     scale,
     softcap,
     inv_t,
+    ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -84,85 +147,75 @@ def _fold_kernel(
     softcap = tl.cast(softcap, tl.float32)
     inv_t = tl.cast(inv_t, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = tile_ptr + row * tile_stride
-    local = tl.load(target_ptr + row) - first_column
-    # One running maximum and sum per lane: nothing is reduced across the program until the row has been read.
-    lane_max = tl.full((BLOCK,), -float("inf"), tl.float32)
-    lane_sum = tl.zeros((BLOCK,), tl.float32)
-    if ENTROPY:
-        lane_weighted = tl.zeros((BLOCK,), tl.float32)
-    if SUM_SQ:
-        lane_sq = tl.zeros((BLOCK,), tl.float32)
-    if MEAN:
-        lane_logits = tl.zeros((BLOCK,), tl.float32)
-    if TOP1:
-        lane_before = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for start in range(0, n_columns, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        mask = offsets < n_columns
-        z, _ = logits_and_slope(row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
-        if MEAN:
-            lane_logits += tl.where(mask, z, 0.0)
-        z = tl.where(mask, z, -float("inf"))
-        if TOP1:
-            lane_before = tl.maximum(lane_before, tl.where(offsets < local, z, -float("inf")))
-        highest = tl.maximum(lane_max, z)
-        shift = difference(lane_max, highest)
-        rescale = tl.exp(shift)
-        below = z - finite(highest)
-        e = tl.exp(below)
-        if ENTROPY:
-            lane_weighted = rescale * (lane_weighted + shift * lane_sum) + tl.where(e > 0, e * below, 0.0)
-        if SUM_SQ:
-            lane_sq = lane_sq * rescale * rescale + e * e
-        lane_sum = lane_sum * rescale + e
-        lane_max = highest
+    row_ptr = row_start(tile_ptr, row, tile_stride, ALIGNED)
+    readable = readable_columns(n_columns, ALIGNED)
+    # 64-bit targets clamped to this tile: -1 before it, n_columns after it. Comparisons below are 32-bit.
+    local64 = tl.load(target_ptr + row) - first_column
+    local = tl.minimum(tl.maximum(local64, -1), n_columns).to(tl.int32)
+
+    z, _ = logits_and_slope(
+        row_ptr, bias_ptr, tl.arange(0, BLOCK), readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
+    )
+    reference = finite(tl.max(z, 0))
+    highest, total, weighted, squares, logits, before = _row_sums(
+        row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
+        HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, BLOCK,
+    )  # fmt: skip
+    if highest - reference > _HEADROOM:
+        reference = highest
+        highest, total, weighted, squares, logits, before = _row_sums(
+            row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
+            HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, BLOCK,
+        )  # fmt: skip
 
     old_max = tl.load(max_ptr + row)
     old_sum = tl.load(sum_exp_ptr + row)
-    m = tl.maximum(old_max, tl.max(lane_max, 0))
-    shift = difference(lane_max, m)
+    m = tl.maximum(old_max, highest)
+    shift = reference - finite(m)
     rescale = tl.exp(shift)
     old_shift = difference(old_max, m)
     old_rescale = tl.exp(old_shift)
-    s = old_sum * old_rescale + tl.sum(lane_sum * rescale, 0)
-    if ENTROPY:
-        weighted = old_rescale * (tl.load(weighted_ptr + row) + old_shift * old_sum)
-        weighted += tl.sum(rescale * (lane_weighted + shift * lane_sum), 0)
-    if SUM_SQ:
-        sum_sq = tl.load(sum_sq_ptr + row) * old_rescale * old_rescale + tl.sum(lane_sq * rescale * rescale, 0)
-    if MEAN:
-        sum_logits = tl.load(sum_logits_ptr + row) + tl.sum(lane_logits, 0)
-    if TOP1:
-        before = tl.maximum(tl.load(max_before_ptr + row), tl.max(lane_before, 0))
-
+    s = old_sum * old_rescale + total * rescale
     tl.store(max_ptr + row, m)
     tl.store(sum_exp_ptr + row, s)
     if ENTROPY:
-        tl.store(weighted_ptr + row, weighted)
+        old = old_rescale * (tl.load(weighted_ptr + row) + old_shift * old_sum)
+        tl.store(weighted_ptr + row, old + rescale * (weighted + shift * total))
     if SUM_SQ:
-        tl.store(sum_sq_ptr + row, sum_sq)
+        old = tl.load(sum_sq_ptr + row) * old_rescale * old_rescale
+        tl.store(sum_sq_ptr + row, old + squares * rescale * rescale)
     if MEAN:
-        tl.store(sum_logits_ptr + row, sum_logits)
+        tl.store(sum_logits_ptr + row, tl.load(sum_logits_ptr + row) + logits)
     if TOP1:
-        tl.store(max_before_ptr + row, before)
+        tl.store(max_before_ptr + row, tl.maximum(tl.load(max_before_ptr + row), before))
     if (local >= 0) & (local < n_columns):
         one = local + tl.arange(0, 1)
-        z, _ = logits_and_slope(row_ptr, bias_ptr, one, one >= 0, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        z, _ = logits_and_slope(
+            row_ptr, bias_ptr, one, n_columns, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
+        )
         tl.store(target_logit_ptr + row + tl.arange(0, 1), z)
 
     if EMIT != 0:
         lse = m + tl.log(s)
+        out_row = row_start(out_ptr, row, out_stride, ALIGNED)
         # `out` may be the tile: no thread may write before every thread has read the target's logit above.
         tl.debug_barrier()
         for start in range(0, n_columns, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < n_columns
-            z, slope = logits_and_slope(row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+            z, slope = logits_and_slope(
+                row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
+            )
             p = tl.exp(z - lse)
             if EMIT == 1:
                 p = tl.where(offsets == local, 1.0 - p, -p) * slope
-            tl.store(out_ptr + row * out_stride + offsets, p.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_row + offsets, p.to(out_ptr.dtype.element_ty), mask=offsets < readable)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether rows begin on 8-element and 16-byte boundaries and leave room up to the next one."""
+    return all(
+        t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and t.stride(0) >= -(-t.shape[1] // 8) * 8 for t in tensors
+    )
 
 
 def fold_tile_triton(
@@ -177,14 +230,15 @@ def fold_tile_triton(
     out: Tensor | None,
 ) -> None:
     unused = state.max
+    written = tile if out is None else out
     with torch.cuda.device_of(tile):
         _fold_kernel[(tile.shape[0],)](
             tile,
             tile.stride(0),
             unused if bias is None else bias,
             target,
-            tile if out is None else out,
-            0 if out is None else out.stride(0),
+            written,
+            written.stride(0),
             state.max,
             state.sum_exp,
             state.target,
@@ -197,6 +251,7 @@ def fold_tile_triton(
             transform.scale,
             transform.softcap or 1.0,
             transform.inverse_temperature,
+            ALIGNED=aligned(tile, written),
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=transform.softcap is not None,
             ENTROPY=state.weighted is not None,
@@ -204,6 +259,6 @@ def fold_tile_triton(
             MEAN=state.sum_logits is not None,
             TOP1=state.max_before_target is not None,
             EMIT=int(emit),
-            BLOCK=_BLOCK if tile.is_cuda else min(_BLOCK, 128),
-            num_warps=16,
+            BLOCK=_BLOCK if tile.is_cuda else 128,
+            num_warps=_WARPS,
         )
