@@ -36,6 +36,10 @@ class DPOObjective:
     discopop_tau: float = 0.05
 
     def __post_init__(self) -> None:
+        if not isinstance(self.loss_type, (str, Sequence)):
+            raise TypeError(f"loss_type: got {self.loss_type!r}, expected a name or a sequence of names")
+        if not isinstance(self.loss_weights, (Sequence, type(None))):
+            raise TypeError(f"loss_weights: got {self.loss_weights!r}, expected a sequence of numbers")
         # Sequences become tuples, so that the object stays hashable and no caller's list is aliased.
         if not isinstance(self.loss_type, str):
             object.__setattr__(self, "loss_type", tuple(self.loss_type))
