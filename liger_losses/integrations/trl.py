@@ -71,14 +71,14 @@ class FuseReport:
             reference = str(self.reference)
         else:
             reference = "the policy with its adapter off" if self.reference_pass else "precomputed log-probabilities"
-        after = f"{self.products_after}"
+        after = f"{self.products_after} now"
         if self.products_past_budget != self.products_after:
             after += f" ({self.products_past_budget} where the memory budget asks for recomputing)"
         lines = [
             f"{self.trainer} (trl {self.trl}) runs on fused heads",
             f"  policy     {self.policy}",
             f"  reference  {reference}",
-            f"  head products per step: {self.products_before} before, {after} now",
+            f"  head products per step: {self.products_before} before, {after}",
             *(f"  not replaced: {reason}" for reason in self.not_replaced),
         ]
         return "\n".join(lines)

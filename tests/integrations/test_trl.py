@@ -29,8 +29,8 @@ DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 FAST_OPTIONS: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "aot, accumulation": {"loss_type": ["aot"], "gradient_accumulation_steps": 2},
-    "mixture, weighting": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0],
-                           "use_weighting": True},
+    # TRL itself fails on sft with use_weighting: it multiplies an expanded tensor in place.
+    "mixture, weighting": {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "use_weighting": True},
 }  # fmt: skip
 SLOW_OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": [name], "label_smoothing": 0.1 if name in ("exo_pair", "robust") else 0.0}
@@ -39,14 +39,14 @@ SLOW_OPTIONS: dict[str, dict[str, Any]] = {
        for divergence in DIVERGENCES for name in ("sigmoid", "hinge", "ipo")},
     "length desensitised": {"ld_alpha": 0.5},
     "length desensitised, ipo": {"ld_alpha": 0.0, "loss_type": ["ipo"]},
-    "weighting": {"use_weighting": True},
+    "mixture": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
     "smoothed aot": {"loss_type": ["aot"], "label_smoothing": 0.1},
     "precomputed reference": {"precompute_ref_log_probs": True},
     "synchronised reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "padding free": {"padding_free": True},
     "truncated": {"max_length": 16},
-    "activation offloading": {"activation_offloading": False, "beta": 0.5},
+    "other beta": {"beta": 0.5},
 }  # fmt: skip
 IGNORED = ("runtime", "per_second", "total_flos")
 
@@ -57,10 +57,20 @@ def _pairs(count: int) -> datasets.Dataset:
     for i in range(count):
         line = words[i % len(words)]
         other = words[(3 * i + 1) % len(words)]
+        chosen, rejected = line[4 : 8 + i % 4], other[3 : 6 + i % 5]
         rows.append(
-            {"prompt": " ".join(line[:4]), "chosen": " " + " ".join(line[4 : 8 + i % 4]), "rejected": " " + " ".join(other[3 : 6 + i % 5])}
+            {"prompt": " ".join(line[:4]), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)}
         )
     return datasets.Dataset.from_list(rows)
+
+
+def _near(model: Any) -> Any:
+    """A reference close to the policy: some divergences take exp of the log-ratio, which must not decide the test."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+    return model
 
 
 def _trainer(
@@ -81,12 +91,11 @@ def _trainer(
         "disable_tqdm": True,
         **options,
     }
-    reference = None if peft or settings.get("precompute_ref_log_probs") else tiny_model(family, seed=1)
-    vocab = len(tokenizer)
+    reference = None if peft or settings.get("precompute_ref_log_probs") else _near(tiny_model(family))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return DPOTrainer(
-            tiny_model(family, vocab=200),
+            tiny_model(family),
             ref_model=reference,
             args=DPOConfig(**settings),
             train_dataset=_pairs(24),
@@ -94,7 +103,7 @@ def _trainer(
             processing_class=tokenizer,
             peft_config=peft,
             **more,
-        ) if vocab <= 200 else pytest.fail("tokenizer larger than the model")
+        )
 
 
 def _run(trainer: DPOTrainer) -> list[dict[str, float]]:
@@ -114,6 +123,8 @@ def _assert_same(seen: list[dict[str, float]], expected: list[dict[str, float]],
         assert ours.keys() == theirs.keys()
         losses += "grad_norm" in theirs
         for name, value in theirs.items():
+            if name == "rewards/accuracies" and abs(theirs["rewards/margins"]) < 1e-5:
+                continue  # the policy still is the reference: which reward is larger is decided by rounding
             assert ours[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
     assert losses == 3
 
@@ -224,7 +235,7 @@ class TestFusing:
         assert report.policy.differentiable == ("log_probs",)
         assert report.reference is not None
         assert report.reference.outputs == ("log_probs",)
-        for words in ("DPOTrainer", "trainable head [200, 32]", "5 before, 4 now"):
+        for words in ("DPOTrainer", "trainable head [200, 32]", "5 before, 4 now (5 where"):
             assert words in str(report)
 
     def test_twice_is_once_and_other_options_fuse_anew(self, tokenizer: Any, tmp_path: Path) -> None:

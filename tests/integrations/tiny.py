@@ -18,10 +18,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(family: str = "llama", seed: int = 0, vocab: int = 200) -> transformers.PreTrainedModel:
+def tiny_model(family: str = "llama", seed: int = 0) -> transformers.PreTrainedModel:
     """A two-layer model of the family, of hidden size 32, with logits spread enough for its head's facts to matter."""
     common = {
-        "vocab_size": vocab,
+        "vocab_size": 200,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
