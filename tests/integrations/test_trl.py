@@ -158,7 +158,8 @@ def test_three_steps_equal_trls_own(name: str, tokenizer: Any, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_OPTIONS)
 def test_every_option_equals_trls_own(name: str, tokenizer: Any, tmp_path: Path) -> None:
-    _compare(tokenizer, tmp_path, SLOW_OPTIONS[name])
+    # discopop divides the log-ratio by tau = 0.05: twenty times the rounding of the others.
+    _compare(tokenizer, tmp_path, SLOW_OPTIONS[name], tolerance=2e-4 if name == "discopop" else 1e-5)
 
 
 @pytest.mark.slow
