@@ -1,0 +1,118 @@
+"""Time ours beside its peers (`run`, the default), profile a step (`profile`), write docs/benchmarks.md (`report`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import measure, profiling, results
+from .cases import CASES
+from .ours import IMPLEMENTATIONS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, default=results.RESULTS, help="folder for the JSON file")
+    shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    shared.add_argument("--commit", help="commit to record where there is no git checkout")
+    run = commands.add_parser("run", parents=[shared], help="time all implementations")
+    run.add_argument("--quick", action="store_true", help="one head, one shape a workload")
+    run.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    run.add_argument("--impl", action="append", help="only implementations whose name contains this; repeatable")
+    run.add_argument("--repeats", type=int, default=measure.REPEATS)
+    run.add_argument("--reference", choices=("float64", "float32"), default="float64", help="dtype of the true result")
+    run.add_argument("--list", action="store_true", help="name cases and implementations, and stop")
+    trace = commands.add_parser("profile", parents=[shared], help="profile one step and look for synchronisation")
+    trace.add_argument("--case", default="dpo-4x2048/llama3-8b", choices=list(CASES), metavar="CASE")
+    trace.add_argument("--impl", default="ours (fp32 logits)")
+    report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
+    report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
+    report.add_argument("--page", type=Path, default=results.PAGE)
+    return parser
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+def _record(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    # The command as another machine would type it: without where its output went.
+    here = [index for index, word in enumerate(arguments) if word in ("--out", "--commit")]
+    kept = [word for index, word in enumerate(arguments) if index not in here and index - 1 not in here]
+    environment = results.environment(torch.device(options.device), options.commit)
+    return {"command": shlex.join(["python", "-m", "benchmarks", *kept]), "environment": environment}
+
+
+def _run(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    suites = ("quick",) if options.quick else ("quick", "default", *(("harness",) if options.case else ()))
+    cases = [case for case in CASES.values() if case.suite in suites]
+    if options.case:
+        cases = [case for case in cases if any(part in case.name for part in options.case)]
+    chosen = [one for one in IMPLEMENTATIONS if not options.impl or any(part in one.name for part in options.impl)]
+    if not cases or not chosen:
+        return _refuse("no case or no implementation has such a name; --list names what there is")
+    if device.type == "cpu" and any(case.suite != "harness" for case in cases):
+        return _refuse("these shapes need a GPU; on a CPU, check the harness itself with --case tiny")
+    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
+    record["cases"] = []
+    for case in cases:
+        started = time.perf_counter()
+        report = measure.run_case(case, chosen, device, options.repeats, getattr(torch, options.reference))
+        record["cases"].append(report)
+        path = results.save(record, options.out)  # after every case: a run cut short keeps what it measured
+        print(f"{results.summary(report)}\n({time.perf_counter() - started:.0f} s)", flush=True)
+    failures = [failure for report in record["cases"] for failure in measure.failed(report)]
+    print(
+        f"\nwritten: {path.name}; " + (f"not passed: {'; '.join(failures)}" if failures else "ours passed every gate")
+    )
+    return 1 if failures else 0
+
+
+def _profile(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    implementation = next((one for one in IMPLEMENTATIONS if one.name == options.impl), None)
+    if implementation is None or device.type != "cuda":
+        return _refuse(f"cannot profile {options.impl!r}: needs a CUDA device and one of run --list's implementations")
+    if why := implementation.missing(device):
+        return _refuse(f"cannot profile {options.impl!r}: {why}")
+    record["profile"] = profiling.run(CASES[options.case], implementation, device)
+    path = results.save(record, options.out, kind="-profile")
+    print(f"{profiling.summary(record['profile'])}\n\nwritten: {path.name}")
+    return 1 if profiling.waits(record["profile"]) else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    records = [json.loads(path.read_text()) for path in options.files] or results.newest()
+    if not records:
+        return _refuse("no results yet: run `python -m benchmarks` on a machine with a GPU")
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(results.page(records))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    named = arguments and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"))
+    options = _parser().parse_args(arguments if named else ["run", *arguments])
+    if options.command == "report":
+        return _report(options)
+    if options.command == "run" and options.list:
+        print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
+        return 0
+    command = {"run": _run, "profile": _profile}[options.command]
+    return command(options, _record(options, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The rows of liger_losses. A new loss is one entry of `FUSED`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .cases import DPO_BETA, Case, Inputs
+from .implementations import PEERS, Implementation, Step, does
+
+SHARE_OF_TRL = 6
+DEFAULT_BUDGET = 400 * 2**20
+
+
+def _cross_entropy(inputs: Inputs, options: dict[str, Any]) -> Step:
+    from liger_losses.chunked import fused_linear_loss
+    from liger_losses.losses import CrossEntropyLoss
+
+    loss = CrossEntropyLoss()
+    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, inputs.target, **options)[0]
+
+
+def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
+    from liger_losses import LigerFusedLinearDPOLoss
+
+    module = LigerFusedLinearDPOLoss(beta=DPO_BETA, **options)
+    reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
+    return lambda: module(inputs.weight, inputs.hidden, inputs.target, **reference)[0]
+
+
+# By workload: what builds the step, and the separability under which the planner sees it.
+FUSED: dict[str, tuple[Callable[[Inputs, dict[str, Any]], Step], str]] = {
+    "ce": (_cross_entropy, "token"),
+    "dpo": (_dpo, "pair"),
+}
+
+
+def _build(options: dict[str, Any], case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    return FUSED[case.workload][0](inputs, {**options, "memory_budget": memory_budget})
+
+
+def _logprobs(options: dict[str, Any], hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    from liger_losses import linear_logprobs
+
+    return linear_logprobs(hidden, weight, target, **options)
+
+
+def predicted_extra(options: dict[str, Any], case: Case, memory_budget: int | None) -> int:
+    """Bytes beyond inputs and returned gradients that the planner announces."""
+    from liger_losses.chunked.planner import plan
+
+    return plan(
+        tokens=case.rows * case.length,
+        scored=[case.scored // case.rows] * case.rows,
+        hidden_size=case.head.hidden,
+        vocab_size=case.head.vocab,
+        separability=FUSED[case.workload][1],
+        trainable_head=not case.frozen,
+        memory_budget=memory_budget,
+        **options,
+    ).predicted_peak
+
+
+def minimum_budget(extra: Mapping[str, int]) -> int:
+    """A sixth of what TRL's fused head was measured to need in the same run."""
+    measured = extra.get("TRL fused head")
+    return DEFAULT_BUDGET if measured is None else measured // SHARE_OF_TRL
+
+
+def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
+    fields.setdefault("applies", does(*FUSED))
+    fields.update(logprobs=partial(_logprobs, options), predict=partial(predicted_extra, options))
+    return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
+
+
+OURS = (
+    _row("ours (fp32 logits)", {"logits_dtype": "float32"}),
+    _row("ours (bf16 logits)", {"logits_dtype": "input"}),
+    # A frozen head has no [V, H] accumulator to save: its default already is the small one.
+    _row("ours (min memory)", {"strategy": "recompute"}, budget=minimum_budget, applies=does(*FUSED, frozen=False)),
+)
+
+# Peers first: the memory budget of the last row is a share of what TRL was measured to need.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (*PEERS, *OURS)

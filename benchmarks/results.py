@@ -1,0 +1,146 @@
+"""Results: the environment they hold for, JSON, and Markdown tables."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
+
+
+def _version(package: str) -> str | None:
+    """Version by metadata, or by the module's own word where only the unpacked module is on the path."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(getattr(importlib.import_module(package.replace("-", "_")), "__version__", "unknown"))
+    except Exception:  # a peer that does not import has no version, whatever it raised
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.strip().partition("\n")[0] or None
+
+
+def environment(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "python": platform.python_version(),
+        "packages": {package: _version(package) for package in PACKAGES},
+        "commit": commit or _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "date": date.today().isoformat(),
+    }
+
+
+def save(record: dict[str, Any], folder: Path, kind: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
+    path = folder / f"{device}-{record['environment']['date']}{kind}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def newest(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The newest benchmark record of each device (profiles are not benchmarks)."""
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    records.sort(key=lambda record: record["environment"]["date"])
+    found = {record["environment"]["device"]: record for record in records if "cases" in record}
+    return [found[device] for device in sorted(found)]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _mib(value: int | None) -> str:
+    return _number(None if value is None else value / 2**20, ",.0f")
+
+
+COLUMNS = ("implementation", "ms", "x floor", "x ours", "extra MiB", "predicted MiB", "log-prob", "loss", "dX", "dW")
+HEADER = (f"| {' | '.join(COLUMNS)} |", "|---" + "|--:" * (len(COLUMNS) - 1) + "|")
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """One case as a Markdown table, its floor above it."""
+    ours = next((row.get("ms") for row in report["rows"] if row["ours"]), None)  # the first of ours is the default
+    products = " + ".join(f"{name} {ms:.2f}" for name, ms in report["floor"]["products_ms"].items())
+    lines = [f"Floor: {products} = **{report['floor']['ms']:.2f} ms**", "", *HEADER]
+    for row in report["rows"]:
+        name = row["implementation"] + ("" if row["status"] == "ok" else f": {row['status']}".replace("|", "/"))
+        if row["memory_budget"] is not None:
+            name += f", budget {_mib(row['memory_budget'])} MiB"
+        relative = row["ms"] / ours if "ms" in row and ours else None
+        cells = [name, _number(row.get("ms"), ".2f"), _number(row.get("floor_ratio"), ".3f"), _number(relative, ".2f")]
+        cells += [_mib(row.get("extra_bytes")), _mib(row.get("predicted_bytes"))]
+        cells += [_number(row.get("errors", {}).get(key), ".1e") for key in ("logprob", "loss", "hidden", "weight")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+LEGEND = """\
+Forward and backward, bf16, random data, one case at a time. Times are medians of {repeats} repeats after {warm_ups}
+warm-ups, all implementations taking turns, read with device events.
+
+- *floor*: the matrix products that the exact result needs, over the scored tokens, each as one product, timed in the
+  same turns. *x floor* is the time over that sum.
+- *x ours*: the time over that of `ours (fp32 logits)`.
+- *extra MiB*: peak memory of one forward and backward above what was allocated before it, less the returned gradients;
+  `.grad` is None before each step.
+- *predicted MiB*: what the planner announces for the same step.
+- *log-prob*, *loss*, *dX*, *dW*: errors against {reference} at the timed shape: the largest of a log-probability, and
+  the relative ones of the loss and of the gradients (Frobenius norm). An implementation passes when each relative error
+  is at most twice that of full logits in bf16 plus a rounding. Ours is not timed unless it passes; a peer that does not
+  pass is flagged.
+"""
+
+
+def page(records: Iterable[dict[str, Any]]) -> str:
+    """The whole page of results."""
+    lines = ["<!-- Generated by `python -m benchmarks report`. Edit the benchmarks, not this page. -->", "# Benchmarks"]
+    for record in records:
+        where = record["environment"]
+        versions = ", ".join(f"{name} {version or 'missing'}" for name, version in where["packages"].items())
+        lines += [
+            "",
+            f"## {where['device']}, {where['date']}",
+            "",
+            f"`{record['command']}` at commit `{where['commit']}`;",
+        ]
+        lines += [f"driver {where['driver']}, CUDA {where['cuda']}, Python {where['python']}, {versions}."]
+        lines += ["", LEGEND.format(**record["settings"]).rstrip()]
+        for report in record["cases"]:
+            lines += ["", f"### {report['title']}", "", *table(report)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The few columns of a case that fit a terminal."""
+    lines = [f"\n{report['title']}\n{'floor':<34}{report['floor']['ms']:9.2f} ms"]
+    for row in report["rows"]:
+        measured = f"{row['ms']:9.2f} ms {row['floor_ratio']:6.3f} x" if "ms" in row else f"{'-':>9}"
+        if row.get("extra_bytes") is not None:
+            measured += f" {_mib(row['extra_bytes']):>8} MiB"
+        lines.append(f"{row['implementation']:<34}{measured}{'' if row['status'] == 'ok' else '  ' + row['status']}")
+    return "\n".join(lines)

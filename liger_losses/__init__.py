@@ -1,0 +1,51 @@
+"""Fused linear losses for LLM post-training: the projection and the loss, tile by tile, never the whole logits.
+
+Public names are resolved on first use (PEP 562), so that importing the package costs nothing and pulls in neither
+torch nor triton nor a trainer library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from liger_losses._version import __version__
+
+if TYPE_CHECKING:
+    from liger_losses import functional, losses
+    from liger_losses.chunked import fused_linear_loss, linear_logprobs
+    from liger_losses.chunked.planner import plan
+    from liger_losses.modules import LigerFusedLinearDPOLoss
+
+__all__ = [
+    "LigerFusedLinearDPOLoss",
+    "__version__",
+    "functional",
+    "fused_linear_loss",
+    "linear_logprobs",
+    "losses",
+    "plan",
+]
+
+# Name -> the module that defines it; a name that is a submodule maps to None.
+_HOMES: dict[str, str | None] = {
+    "LigerFusedLinearDPOLoss": "liger_losses.modules",
+    "functional": None,
+    "fused_linear_loss": "liger_losses.chunked",
+    "linear_logprobs": "liger_losses.chunked",
+    "losses": None,
+    "plan": "liger_losses.chunked.planner",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES[name]
+    value = import_module(f"{__name__}.{name}") if home is None else getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,386 @@
+"""The two public calls: per-token statistics, and a loss over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..kernels import DIFFERENTIABLE, LogitTransform
+from .deferred import describe, token_statistics
+from .head import Precision, check_head, choose_precision
+from .immediate import ImmediateCall, ImmediateFunction
+from .loss import Loss, check_loss, check_statistics, differentiable_statistics
+from .planner import STRATEGIES, Plan, make_plan
+from .tokens import ScoredOnDevice, ScoredTokens, check_target
+from .walk import TileWalk
+
+
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | ScoredTokens,
+    bias: Tensor | None = ...,
+    *,
+    ignore_index: int = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float | None = ...,
+    statistics: None = ...,
+    differentiable: tuple[str, ...] | None = ...,
+    memory_budget: int | None = ...,
+    logits_dtype: str = ...,
+    strategy: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | ScoredTokens,
+    bias: Tensor | None = ...,
+    *,
+    ignore_index: int = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float | None = ...,
+    statistics: tuple[str, ...],
+    differentiable: tuple[str, ...] | None = ...,
+    memory_budget: int | None = ...,
+    logits_dtype: str = ...,
+    strategy: str = ...,
+) -> dict[str, Tensor]: ...
+
+
+def linear_logprobs(
+    hidden: Tensor,  # [*, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor | ScoredTokens,  # [*] integer
+    bias: Tensor | None = None,  # [V]
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = 1.0,
+    statistics: tuple[str, ...] | None = None,
+    differentiable: tuple[str, ...] | None = None,
+    memory_budget: int | None = None,
+    logits_dtype: str = "float32",
+    strategy: str = "auto",
+) -> Tensor | dict[str, Tensor]:
+    """Per-token log-probabilities of `target` under a linear head, without the `[*, V]` logits.
+
+    With `z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature` and `p = softmax(z)`:
+
+    | statistic | value | gradient |
+    |---|---|---|
+    | `logprob` | `log p[target]` | yes |
+    | `lse` | `log sum_v exp z_v` | yes |
+    | `entropy` | `-sum_v p_v log p_v` in nats | yes |
+    | `mean_logit` | `sum_v z_v / V` | no |
+    | `is_top1` | whether `target` is the first maximum of `z` | no |
+    | `log_sum_sq_prob` | `log sum_v p_v^2` | no |
+
+    Args:
+        hidden: `[*, H]`, any leading shape. A 2-D leading shape is read as rows of tokens.
+        weight: `[V, H]`; bias: `[V]`.
+        target: `[*]`, already aligned with `hidden` (shifted by the caller). May lie on the CPU while `hidden` is on an
+            accelerator: then nothing synchronises. Or a `ScoredTokens`, begun earlier with the same target.
+        ignore_index: positions with this target are not projected; every statistic is 0 (False) there.
+        temperature, softcap, logit_scale: of the logits, see above; `logit_scale=None` means 1.
+        statistics: names out of the table. None returns the log-probabilities themselves.
+        differentiable: those of `statistics` whose gradient will be used; default all that have one. Log-probabilities
+            alone are cheaper than with entropy or lse.
+        memory_budget: bytes of workspace beyond inputs and returned gradients; None: a default from the shapes.
+        logits_dtype: `"float32"` (products of 16-bit inputs deliver fp32 logits) or `"input"` (rounded to the compute
+            dtype: faster by a few per cent, log-probabilities off by about 1e-2).
+        strategy: `"auto"`, `"cached"`, `"recompute"` or `"frozen"`; see `docs/design.md`.
+
+    Returns:
+        A tensor `[*]`, or a dict of them by name: fp32 (fp64 for fp64 inputs), `is_top1` bool.
+
+    Raises:
+        TypeError, ValueError: before any work, for tensors that do not fit together or options without a meaning. A
+            target outside `[0, V)` raises where it can be read without waiting (CPU), and is NaN on an accelerator.
+
+    Note:
+        Under autocast the products run in the autocast dtype, otherwise in the lower of the two inputs'. Gradients come
+        back in each tensor's own dtype, accumulated in fp32.
+    """
+    names = ("logprob",) if statistics is None else tuple(statistics)
+    check_statistics("statistics", statistics if statistics is not None else names)
+    wanted = tuple(name for name in names if name in DIFFERENTIABLE)
+    if differentiable is not None:
+        if differentiable:
+            check_statistics("differentiable", differentiable, DIFFERENTIABLE)
+        absent = [name for name in differentiable if name not in names]
+        if absent:
+            raise ValueError(f"differentiable: got {absent}, expected names out of statistics {names}")
+        wanted = tuple(differentiable)
+    if strategy == "immediate":
+        raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
+                         f"{STRATEGIES[1:]}")  # fmt: skip
+    prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
+    transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
+    values = _deferred(prepared, transform, names, wanted, strategy, memory_budget)
+    shaped = {
+        name: (value if name in wanted else value.detach()).reshape(prepared.shape) for name, value in values.items()
+    }
+    return shaped["logprob"] if statistics is None else shaped
+
+
+def fused_linear_loss(
+    loss: Loss,
+    hidden: Tensor,  # [R, T, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor | ScoredTokens,  # [R, T] integer
+    bias: Tensor | None = None,  # [V]
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = 1.0,
+    memory_budget: int | None = None,
+    logits_dtype: str = "float32",
+    strategy: str = "auto",
+    max_units: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Any loss of per-token statistics, over a linear head, without the `[R, T, V]` logits.
+
+    `loss` is an object that follows `liger_losses.chunked.Loss`: a function of statistics, and the smallest unit whose
+    contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, where N counts
+    scored tokens; the value and gradients are those of the same object called on unfused statistics.
+
+    Args:
+        loss: see `liger_losses.chunked.Loss`.
+        hidden, weight, target, bias, ignore_index, temperature, softcap, logit_scale, memory_budget, logits_dtype: as
+            in `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
+        inputs: what else the loss reads, by name: tensors whose first dimension counts rows (or pairs, for pair losses);
+            for token losses `[R, T, ...]`.
+        strategy: `"auto"`, `"immediate"`, `"cached"`, `"recompute"` or `"frozen"`.
+        max_units: at most so many units (tokens, sequences, pairs) enter the loss at once.
+
+    Returns:
+        `(loss, metrics)`: a scalar, and the loss's detached metrics by name.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument.
+    """
+    check_loss(loss)
+    inputs = {} if inputs is None else dict(inputs)
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+    if max_units is not None and max_units < 1:
+        raise ValueError(f"max_units: got {max_units}, expected >= 1")
+    _check_units(loss, hidden, inputs)
+    prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
+    transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
+    differentiable = differentiable_statistics(loss)
+    compiling = torch.compiler.is_compiling()
+    fixed = not any(value.requires_grad for value in inputs.values())
+    if strategy == "immediate" and not fixed:
+        raise ValueError("strategy: got 'immediate' while one of inputs requires a gradient, which only a deferred "
+                         "strategy sends back; expected 'cached' or 'recompute'")  # fmt: skip
+    if not compiling:
+        scored = prepared.scored_tokens().to(hidden.device)
+        totals = loss.totals(scored.mask, inputs)
+        allowed = fixed and any(prepared.needs)
+        plan = _plan(
+            prepared, scored, differentiable, strategy, memory_budget,
+            immediate_allowed=allowed, separability=loss.separability, max_units=max_units,
+        )  # fmt: skip
+        if plan.strategy == "immediate":
+            return _immediate(prepared, scored, transform, plan, loss, inputs, totals)
+        values = _run(prepared, scored, transform, loss.statistics, differentiable, plan.strategy, memory_budget)
+        mask = scored.mask
+    else:
+        mask = prepared.target_tensor() != ignore_index
+        totals = loss.totals(mask, inputs)
+        values = _deferred(prepared, transform, tuple(loss.statistics), differentiable, strategy, memory_budget)
+    shaped = {
+        name: (value if name in differentiable else value.detach()).view(prepared.shape)
+        for name, value in values.items()
+    }
+    value, metrics = loss(shaped, mask, inputs, totals)
+    return value, {name: metric.detach() for name, metric in metrics.items()}
+
+
+def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    rows, length = hidden.shape[:2]
+    if loss.separability == "pair" and rows % 2:
+        raise ValueError(
+            f"hidden: got {rows} rows for a loss over pairs, expected an even number: chosen rows first, then rejected"
+        )
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+        if loss.separability == "token":
+            if value.shape[:2] != (rows, length):
+                raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
+            continue
+        firsts = (rows, rows // 2) if loss.separability in ("pair", "batch") else (rows,)
+        if value.dim() == 0 or value.shape[0] not in firsts:
+            raise ValueError(
+                f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "
+                + " or ".join(map(str, firsts))
+            )
+
+
+class _Prepared:
+    """Checked tensors of a call, flattened to `[R * T, ...]`."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor | ScoredTokens,
+        ignore_index: int,
+        precision: Precision,
+    ) -> None:
+        self.shape = hidden.shape[:-1]
+        self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        self.weight, self.bias, self.ignore_index, self.precision = weight, bias, ignore_index, precision
+        self._target = target
+        grad = torch.is_grad_enabled()
+        self.needs = (
+            grad and hidden.requires_grad,
+            grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad,
+        )
+
+    def scored_tokens(self) -> ScoredTokens:
+        if isinstance(self._target, ScoredTokens):
+            return self._target
+        scored = ScoredTokens(self._target, self.ignore_index)
+        scored.check_range(self.weight.shape[0])
+        return scored
+
+    def target_tensor(self) -> Tensor:
+        """The targets `[R, T]`, for the traced path."""
+        target = self._target.target if isinstance(self._target, ScoredTokens) else self._target
+        return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device, torch.int64)
+
+
+def _prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | ScoredTokens,
+    bias: Tensor | None,
+    ignore_index: int,
+    logits_dtype: str,
+) -> _Prepared:
+    if isinstance(target, ScoredTokens):
+        if target.ignore_index != ignore_index:
+            raise ValueError(f"ignore_index: got {ignore_index}, but target was read with {target.ignore_index}")
+    elif not isinstance(target, Tensor):
+        raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
+    else:
+        check_target(target)
+    check_head(hidden, weight, bias, target.shape)
+    return _Prepared(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype))
+
+
+def _plan(
+    prepared: _Prepared,
+    scored: ScoredOnDevice,
+    differentiable: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+    **more: Any,
+) -> Plan:
+    only_logprob = all(name == "logprob" for name in differentiable)
+    problem = describe(
+        prepared.hidden, prepared.weight, scored.row_counts, prepared.precision, prepared.needs,
+        only_logprob_grad=only_logprob, **more,
+    )  # fmt: skip
+    return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
+
+
+def _immediate(
+    prepared: _Prepared,
+    scored: ScoredOnDevice,
+    transform: LogitTransform,
+    plan: Plan,
+    loss: Loss,
+    inputs: Mapping[str, Tensor],
+    totals: Mapping[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    # Under autocast a plain fp32 product would be made a 16-bit one; the walk has chosen its dtypes.
+    with torch.autocast(prepared.hidden.device.type, enabled=False):
+        walk = TileWalk(
+            prepared.hidden.detach(), prepared.weight.detach(), None if prepared.bias is None else prepared.bias.detach(),
+            scored, transform, prepared.precision, plan,
+        )  # fmt: skip
+        call = ImmediateCall(walk, loss, inputs, totals, prepared.needs, [])
+        value, *metrics = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
+    return value, dict(zip(call.names, metrics, strict=True))
+
+
+def _deferred(
+    prepared: _Prepared,
+    transform: LogitTransform,
+    names: tuple[str, ...],
+    differentiable: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+) -> dict[str, Tensor]:
+    if torch.compiler.is_compiling():
+        resolved = _traced_strategy(prepared, differentiable, strategy)
+        return _run(prepared, None, transform, names, differentiable, resolved, memory_budget)
+    scored = prepared.scored_tokens().to(prepared.hidden.device)
+    plan = _plan(prepared, scored, differentiable, strategy, memory_budget)
+    return _run(prepared, scored, transform, names, differentiable, plan.strategy, memory_budget)
+
+
+def _traced_strategy(prepared: _Prepared, differentiable: tuple[str, ...], strategy: str) -> str:
+    """While tracing, the number of scored tokens is unknown: decide from the shapes that are."""
+    if strategy != "auto":
+        return strategy
+    only_logprob = all(name == "logprob" for name in differentiable)
+    if not any(prepared.needs) or (only_logprob and not (prepared.needs[1] or prepared.needs[2])):
+        return "frozen"
+    # The cache of all positions is no larger than an fp32 sum of the head's gradient would be.
+    small = prepared.hidden.shape[0] * prepared.precision.compute.itemsize <= 4 * prepared.weight.shape[1]
+    return "cached" if only_logprob and small else "recompute"
+
+
+def _run(
+    prepared: _Prepared,
+    scored: ScoredOnDevice | None,
+    transform: LogitTransform,
+    names: tuple[str, ...],
+    differentiable: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+) -> dict[str, Tensor]:
+    precision = prepared.precision
+    if scored is None:
+        target, index, counts = prepared.target_tensor(), None, None
+    else:
+        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts)
+    outputs = token_statistics(
+        prepared.hidden,
+        prepared.weight,
+        prepared.bias,
+        target,
+        index,
+        counts,
+        ",".join(names),
+        ",".join(differentiable),
+        prepared.ignore_index,
+        transform.scale,
+        transform.softcap,
+        transform.temperature,
+        precision.compute,
+        precision.logits,
+        strategy,
+        memory_budget,
+        *prepared.needs,
+    )
+    return dict(zip(names, outputs[: len(names)], strict=True))

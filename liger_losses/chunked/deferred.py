@@ -1,0 +1,471 @@
+"""Statistics first, gradients when they are asked for: strategies `cached`, `recompute` and `frozen`.
+
+The whole walk is one custom operator with a fake, forward and backward, so that `torch.compile(fullgraph=True)` sees one
+node and traces whatever loss the caller computes from the statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import DIFFERENTIABLE, Emit, LogitTransform, matmul, tile_gradient
+from .head import Precision
+from .planner import Plan, Problem, make_plan
+from .tokens import ScoredOnDevice, ScoredTokens
+from .walk import TileWalk, WeightGradient, power_of_two_at_least, rescaled, scale_rows
+
+
+def describe(
+    hidden: Tensor,
+    weight: Tensor,
+    counts: tuple[int, ...],
+    precision: Precision,
+    needs: tuple[bool, bool, bool],
+    **more: Any,
+) -> Problem:
+    """The planner's view of a call."""
+    return Problem(
+        tokens=sum(counts),
+        positions=hidden.numel() // hidden.shape[-1],
+        hidden_size=weight.shape[1],
+        vocab_size=weight.shape[0],
+        compute_bytes=precision.compute.itemsize,
+        logits_bytes=precision.logits.itemsize,
+        statistics_bytes=precision.statistics.itemsize,
+        hidden_itemsize=hidden.dtype.itemsize,
+        weight_itemsize=weight.dtype.itemsize,
+        hidden_grad=needs[0],
+        weight_grad=needs[1],
+        bias_grad=needs[2],
+        wide_weight_sum=needs[2] or weight.dtype != precision.compute or precision.compute == torch.float16,
+        cast_weight=weight.dtype != precision.compute,
+        row_counts=counts,
+        **more,
+    )
+
+
+def _tile_ranges(count: int, rows: int) -> list[tuple[tuple[int, int], ...]]:
+    return [((start, min(start + rows, count)),) for start in range(0, count, rows)]
+
+
+def forward(
+    walk: TileWalk, names: tuple[str, ...], needs: tuple[bool, bool, bool], cache_rows: int
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Statistics at every position (zero where not scored), `lse`, `G W` and `G`; the last two empty if not kept."""
+    count, plan = walk.scored.count, walk.plan
+    keep_product = plan.strategy in ("cached", "frozen") and needs[0]
+    keep_gradient = plan.strategy == "cached" and (needs[1] or needs[2])
+    emit = Emit.GRADIENT if keep_product or keep_gradient else Emit.NOTHING
+    kept = walk.kept_hidden() if keep_product else _nothing(walk)
+    cache = walk.buffer(cache_rows, walk.precision.compute) if keep_gradient else None
+    if cache is not None:
+        # While tracing the cache has room for every position; an operator's output is never left unwritten.
+        cache[count:].zero_()
+    tile = walk.buffer(min(plan.tile_rows, count), walk.precision.compute) if emit and cache is None else None
+    state = walk.state(count, names)
+    for ranges in _tile_ranges(count, plan.tile_rows):
+        start, stop = ranges[0]
+        gradient = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
+        part = state.narrow(start, stop - start)
+        walk.project(walk.tile_hidden(ranges), walk.tile_target(ranges), part, emit, gradient)
+        if keep_product:
+            assert gradient is not None
+            walk.hidden_product(gradient, kept, ranges)
+    compact = state.statistics(walk.vocab_size)
+    everything = ((0, count),)
+
+    def at_positions(values: Tensor) -> Tensor:
+        full = torch.zeros(walk.hidden.shape[0], dtype=values.dtype, device=values.device)
+        walk.scored.scatter(values, full, everything)
+        return full
+
+    values = [at_positions(compact[name]) for name in names]
+    return values, at_positions(state.lse), kept, _nothing(walk) if cache is None else cache
+
+
+def _nothing(walk: TileWalk) -> Tensor:
+    return torch.empty(0, dtype=walk.precision.compute, device=walk.hidden.device)
+
+
+def backward(
+    walk: TileWalk,
+    needs: tuple[bool, bool, bool],
+    coefficients: tuple[Tensor, Tensor | None, Tensor | None],  # dL/dlogprob, dL/dentropy, dL/dlse at every position
+    lse: Tensor,
+    entropy: Tensor | None,
+    kept: Tensor,
+    cache: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias."""
+    if walk.plan.strategy == "recompute":
+        return _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
+    count = walk.scored.count
+    everything = ((0, count),)
+    weight = bias = None
+    if needs[1] or needs[2]:
+        factor = walk.scored.gather(coefficients[0], everything)
+        weight, bias = _finished_product(walk, cache[:count], walk.tile_hidden(everything), factor, needs, dtypes)
+    hidden = scale_rows(kept, coefficients[0], dtypes[0]) if needs[0] else None
+    return hidden, weight, bias
+
+
+def _finished_product(
+    walk: TileWalk,
+    gradient: Tensor,
+    hidden: Tensor,
+    factor: Tensor,
+    needs: tuple[bool, bool, bool],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> tuple[Tensor | None, Tensor | None]:
+    """`dW` and `db` from one product over all tokens: rounded once, no running sum."""
+    compute = walk.precision.compute
+    if needs[1] and not needs[2] and compute == dtypes[1] and compute != torch.float16:
+        scaled = scale_rows(hidden, factor, compute)
+        del hidden
+        out = torch.empty(walk.weight.shape, dtype=compute, device=walk.hidden.device)
+        return matmul(gradient.t(), scaled, out=out), None
+    total = WeightGradient(*walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
+    total.add(gradient, hidden, factor)
+    return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
+
+
+def finish_weight_gradient(
+    totals: tuple[Tensor | None, Tensor | None, Tensor | None],
+    upstream: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The running sums times `upstream`, each cast once."""
+    weight, bias, unit = totals
+    some = weight if weight is not None else bias
+    if some is None:
+        return None, None
+    scale = some.new_ones(()) if upstream is None else upstream.to(some.dtype)
+    if unit is not None:
+        scale = scale * unit
+    return (
+        None if weight is None else rescaled(weight, scale, dtypes[1]),
+        None if bias is None else rescaled(bias.squeeze(-1), scale, dtypes[2]),
+    )
+
+
+def _backward_recompute(
+    walk: TileWalk,
+    needs: tuple[bool, bool, bool],
+    coefficients: tuple[Tensor, Tensor | None, Tensor | None],
+    lse: Tensor,
+    entropy: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Vocabulary blocks: each finishes its rows of `dW` by one product over all tokens, so no `[V, H]` sum exists."""
+    count, compute, wide = walk.scored.count, walk.precision.compute, walk.precision.statistics
+    device, everything = walk.hidden.device, ((0, count),)
+    vocab, width = walk.weight.shape
+    hidden, target = walk.tile_hidden(everything), walk.tile_target(everything)
+
+    def compact(values: Tensor | None) -> Tensor | None:
+        return None if values is None else walk.scored.gather(values, everything)
+
+    # All coefficients are known here, so they go into the tile; fp16 keeps a common power of two outside.
+    parts = [compact(part) for part in coefficients]
+    unit = None
+    if compute == torch.float16 and count:
+        unit = power_of_two_at_least(torch.cat([part for part in parts if part is not None]))
+        parts = [None if part is None else part / unit for part in parts]
+    a, h, l = parts
+    assert a is not None
+    row_lse, row_entropy = walk.scored.gather(lse, everything), compact(entropy)
+
+    d_hidden = torch.zeros(count, width, dtype=wide, device=device) if needs[0] else None
+    d_weight = torch.empty(vocab, width, dtype=dtypes[1], device=device) if needs[1] else None
+    d_bias = torch.empty(vocab, dtype=dtypes[2], device=device) if needs[2] else None
+    ones = torch.ones(count, 1, dtype=compute, device=device) if needs[2] else None
+    step = walk.plan.vocab_block
+    logits = torch.empty(count, step, dtype=walk.precision.logits, device=device)
+    gradient = logits if walk.precision.logits == compute else torch.empty(count, step, dtype=compute, device=device)
+    for start in range(0, vocab, step):
+        block = slice(start, min(start + step, vocab))
+        columns = block.stop - block.start
+        rows, out = logits[:, :columns], gradient[:, :columns]
+        matmul(hidden, walk.weight[block].t(), out=rows)
+        tile_gradient(
+            rows,
+            None if walk.bias is None else walk.bias[block],
+            target,
+            lse=row_lse,
+            logprob=row_lse,
+            entropy=row_entropy,
+            dlogprob=a,
+            dentropy=h,
+            dlse=l,
+            transform=walk.transform,
+            out=out,
+            first_column=start,
+        )
+        if d_hidden is not None:
+            matmul(out, walk.weight[block], out=d_hidden, accumulate=True)
+        if d_weight is not None:
+            _block_product(out, hidden, d_weight[block], unit, wide)
+        if d_bias is not None and ones is not None:
+            _block_product(out, ones, d_bias[block].unsqueeze(-1), unit, wide)
+    del logits, gradient, rows, out  # before the hidden gradient is cast
+    return _positions(walk, d_hidden, unit, dtypes[0]), d_weight, d_bias
+
+
+def _block_product(gradient: Tensor, right: Tensor, out: Tensor, unit: Tensor | None, wide: torch.dtype) -> None:
+    if unit is None and out.dtype == gradient.dtype:
+        matmul(gradient.t(), right, out=out)
+        return
+    total = torch.empty(out.shape, dtype=wide, device=out.device)
+    matmul(gradient.t(), right, out=total)
+    out.copy_(total if unit is None else total.mul_(unit))
+
+
+def _positions(walk: TileWalk, d_hidden: Tensor | None, unit: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if d_hidden is None:
+        return None
+    if unit is not None:
+        d_hidden.mul_(unit)
+    if walk.scored.index is None:
+        return d_hidden.to(dtype)
+    full = torch.zeros(walk.hidden.shape, dtype=dtype, device=d_hidden.device)
+    walk.scored.scatter(d_hidden, full, ((0, walk.scored.count),))
+    return full
+
+
+# --- the operators ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """Scalars of an operator call, in schema order."""
+
+    statistics: str
+    differentiable: str
+    ignore_index: int
+    scale: float
+    softcap: float | None
+    temperature: float
+    compute_dtype: torch.dtype
+    logits_dtype: torch.dtype
+    strategy: str
+    memory_budget: int | None
+    needs_hidden: bool
+    needs_weight: bool
+    needs_bias: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.statistics.split(","))
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        return self.needs_hidden, self.needs_weight, self.needs_bias
+
+    @property
+    def precision(self) -> Precision:
+        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        return Precision(self.compute_dtype, self.logits_dtype, wide)
+
+    def walk(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        index: Tensor | None,
+        row_counts: list[int] | None,
+    ) -> TileWalk:
+        if row_counts is None:
+            scored = ScoredTokens(target, self.ignore_index).to(hidden.device)
+        else:
+            scored = ScoredOnDevice(target.reshape(-1), target != self.ignore_index, index, tuple(row_counts))
+        problem = describe(
+            hidden, weight, scored.row_counts, self.precision, self.needs,
+            only_logprob_grad=self.differentiable in ("", "logprob"),
+        )  # fmt: skip
+        plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
+        transform = LogitTransform(self.scale, self.softcap, self.temperature)
+        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan)
+
+
+def _outside_autocast(device: torch.device) -> torch.autocast:
+    # The walk has chosen its dtypes; under autocast a plain fp32 product would be made a bf16 one.
+    return torch.autocast(device.type, enabled=False)
+
+
+@torch.library.custom_op("liger_losses::token_statistics", mutates_args=())
+def token_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    statistics: str,
+    differentiable: str,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    strategy: str,
+    memory_budget: int | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    """Statistics of every position, then `lse`, `G W` and `G` for backward. `hidden` is `[P, H]`, `target` `[R, T]`."""
+    options = CallOptions(
+        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
+        memory_budget, needs_hidden, needs_weight, needs_bias,
+    )  # fmt: skip
+    with _outside_autocast(hidden.device):
+        walk = options.walk(hidden, weight, bias, target, index, row_counts)
+        rows = walk.scored.count if row_counts is not None else hidden.shape[0]
+        values, lse, kept, cache = forward(walk, options.names, options.needs, rows)
+        return [*values, lse, kept, cache]
+
+
+@token_statistics.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    statistics: str,
+    differentiable: str,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    strategy: str,
+    memory_budget: int | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    wide = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    values = [
+        hidden.new_empty(hidden.shape[0], dtype=torch.bool if name == "is_top1" else wide)
+        for name in statistics.split(",")
+    ]
+    nothing = hidden.new_empty(0, dtype=compute_dtype)
+    keep_product = strategy in ("cached", "frozen") and needs_hidden
+    kept = hidden.new_empty(hidden.shape, dtype=compute_dtype) if keep_product else nothing
+    cache = torch.empty_like(nothing)
+    if strategy == "cached" and (needs_weight or needs_bias):
+        rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
+        padded = -(-weight.shape[0] // 8) * 8
+        cache = hidden.new_empty((rows, padded), dtype=compute_dtype)[:, : weight.shape[0]]
+    return [*values, hidden.new_empty(hidden.shape[0], dtype=wide), kept, cache]
+
+
+@torch.library.custom_op("liger_losses::token_statistics_backward", mutates_args=())
+def token_statistics_backward(
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    entropy: Tensor | None,
+    lse: Tensor,
+    kept: Tensor,
+    cache: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    statistics: str,
+    differentiable: str,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    strategy: str,
+    memory_budget: int | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    """Gradients of hidden, weight and bias; empty where not needed."""
+    options = CallOptions(
+        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
+        memory_budget, needs_hidden, needs_weight, needs_bias,
+    )  # fmt: skip
+    with _outside_autocast(hidden.device):
+        walk = options.walk(hidden, weight, bias, target, index, row_counts)
+        # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
+        mask = walk.scored.mask.reshape(-1)
+        sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in (dlogprob, dentropy, dlse)]
+        coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2])
+        dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        gradients = backward(walk, options.needs, coefficients, lse, entropy, kept, cache, dtypes)
+        return [hidden.new_empty(0) if g is None else g for g in gradients]
+
+
+@token_statistics_backward.register_fake
+def _(
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    entropy: Tensor | None,
+    lse: Tensor,
+    kept: Tensor,
+    cache: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    *options: Any,
+) -> list[Tensor]:
+    needs = options[-3:]
+    like = (hidden, weight, weight if bias is None else bias)
+    return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    hidden, weight, bias, target, index, ctx.row_counts, *scalars = inputs
+    ctx.scalars = scalars
+    ctx.set_materialize_grads(False)
+    names = scalars[0].split(",")
+    entropy = output[names.index("entropy")] if "entropy" in names else None
+    lse, kept, cache = output[len(names) :]
+    ctx.save_for_backward(hidden, weight, bias, target, index, entropy, lse, kept, cache)
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+    hidden, weight, bias, target, index, entropy, lse, kept, cache = ctx.saved_tensors
+    statistics, differentiable, *_, needs_hidden, needs_weight, needs_bias = ctx.scalars
+    of = dict(zip(statistics.split(","), gradients, strict=False))
+    asked = [of.get(name) if name in differentiable.split(",") else None for name in DIFFERENTIABLE]
+    empty = (None,) * (4 + len(ctx.scalars))
+    if all(gradient is None for gradient in asked):
+        return (None, None, *empty)
+    dlogprob, dentropy, dlse = asked
+    d_hidden, d_weight, d_bias = token_statistics_backward(
+        dlogprob, dentropy, dlse, entropy, lse, kept, cache, hidden, weight, bias, target, index, ctx.row_counts,
+        *ctx.scalars,
+    )  # fmt: skip
+    return (
+        d_hidden if needs_hidden else None,
+        d_weight if needs_weight else None,
+        d_bias if needs_bias else None,
+        *empty[1:],
+    )
+
+
+token_statistics.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,80 @@
+"""The language-model head as the engine sees it, and the checks of everything that is multiplied with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import LogitTransform
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one call: of the products' inputs, of the projected logits, and of statistics and accumulators."""
+
+    compute: torch.dtype
+    logits: torch.dtype
+    statistics: torch.dtype
+
+
+def choose_precision(hidden: Tensor, weight: Tensor, logits_dtype: str) -> Precision:
+    """The dtype autocast asks for, else the lower of the two; fp64 stays fp64 throughout."""
+    if logits_dtype not in ("float32", "input"):
+        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
+    kinds = {hidden.dtype, weight.dtype}
+    device = hidden.device.type
+    if kinds == {torch.float64}:
+        return Precision(torch.float64, torch.float64, torch.float64)
+    if torch.is_autocast_enabled(device):
+        compute = torch.get_autocast_dtype(device)
+    elif len(kinds) == 1:
+        compute = hidden.dtype
+    elif kinds == {torch.float16, torch.bfloat16}:
+        raise TypeError("hidden, weight: got float16 and bfloat16, which have no lower of the two; cast one of them")
+    else:
+        compute = min(kinds, key=lambda dtype: torch.finfo(dtype).bits)
+    logits = compute if logits_dtype == "input" else torch.float32
+    return Precision(compute, logits, torch.float32)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Everything about a call that is not a tensor."""
+
+    transform: LogitTransform
+    ignore_index: int = -100
+    logits_dtype: str = "float32"
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape: torch.Size) -> None:
+    """Raise before any work for tensors that do not fit together."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [V, H]")
+    vocab, width = weight.shape
+    if vocab == 0 or width == 0:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
+    if hidden.dim() < 1 or hidden.shape[-1] != width:
+        raise ValueError(
+            f"hidden: got shape {tuple(hidden.shape)}, expected last dimension {width} as in weight {tuple(weight.shape)}"
+        )
+    if hidden.shape[:-1] != target_shape:
+        raise ValueError(
+            f"target: got shape {tuple(target_shape)}, expected {tuple(hidden.shape[:-1])}, that of hidden without its "
+            "last dimension"
+        )
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({vocab},)")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: got device {tensor.device}, expected {hidden.device}, that of hidden")

@@ -1,0 +1,194 @@
+"""Gradients formed while the tile is resident: strategy `immediate`, for separable losses with a trainable head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels import Emit, RowState
+from .deferred import finish_weight_gradient
+from .loss import Loss, differentiable_statistics
+from .tokens import Ranges, UnitGroup, group_units, split_ranges
+from .walk import Coefficients, TileWalk, WeightGradient, scale_rows
+
+
+@dataclass(frozen=True)
+class ImmediateCall:
+    """What the autograd function needs beside the three differentiable tensors."""
+
+    walk: TileWalk
+    loss: Loss
+    inputs: Mapping[str, Tensor]
+    totals: Mapping[str, Tensor]
+    needs: tuple[bool, bool, bool]  # hidden, weight, bias
+    names: list[str]  # of the metrics, filled by forward: autograd hands tensors back without them
+
+
+class LossTiles:
+    """Evaluates a loss on groups of units, and assembles value, metrics and coefficients of the batch."""
+
+    def __init__(self, call: ImmediateCall) -> None:
+        self._call = call
+        walk = call.walk
+        positions, kind = walk.hidden.shape[0], walk.precision.statistics
+        self.names = tuple(call.loss.statistics)
+        self._differentiable = differentiable_statistics(call.loss)
+        self._full = {
+            name: torch.zeros(positions, dtype=torch.bool if name == "is_top1" else kind, device=walk.hidden.device)
+            for name in self.names
+        }
+        self._values: list[Tensor] = []
+        self._metrics: list[dict[str, Tensor]] = []
+
+    @property
+    def only_logprob(self) -> bool:
+        return all(name == "logprob" for name in self._differentiable)
+
+    def evaluate(self, group: UnitGroup, statistics: Mapping[str, Tensor]) -> Coefficients:
+        """Coefficients of the group's tokens, in compact order, from their statistics."""
+        walk = self._call.walk
+        by_token = not group.rows
+        for name in self.names:
+            walk.scored.scatter(statistics[name], self._full[name], group.tokens)
+        seen = {n: statistics[n].unsqueeze(0) if by_token else self._rows(self._full[n], group) for n in self.names}
+        leaves = {n: seen[n].detach().requires_grad_() for n in self._differentiable}
+        mask = (
+            torch.ones_like(next(iter(seen.values())), dtype=torch.bool)
+            if by_token
+            else self._rows(walk.scored.mask.reshape(-1), group)
+        )
+        with torch.enable_grad():
+            value, metrics = self._call.loss(seen | leaves, mask, self._inputs(group), self._call.totals)
+        gradients: Mapping[str, Tensor | None] = dict.fromkeys(leaves)
+        if value.requires_grad:
+            sent = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+            gradients = dict(zip(leaves, sent, strict=True))
+        self._values.append(value.detach())
+        self._metrics.append({name: metric.detach() for name, metric in metrics.items()})
+
+        def compact(name: str) -> Tensor | None:
+            gradient = gradients.get(name)
+            if gradient is None or by_token:
+                return None if gradient is None else gradient.squeeze(0)
+            full = torch.zeros_like(self._full[name])
+            done = 0
+            for start, stop in self._positions(group):
+                full[start:stop] = gradient.reshape(-1)[done : done + stop - start]
+                done += stop - start
+            return walk.scored.gather(full, group.tokens)
+
+        like = next(iter(statistics.values())).to(walk.precision.statistics)
+        return Coefficients.of(compact("logprob"), compact("entropy"), compact("lse"), like)
+
+    def _positions(self, group: UnitGroup) -> Ranges:
+        length = self._call.walk.scored.mask.shape[1]
+        return tuple((start * length, stop * length) for start, stop in group.rows)
+
+    def _rows(self, full: Tensor, group: UnitGroup) -> Tensor:
+        """The group's rows `[r, T]` out of `[R * T]`."""
+        length = self._call.walk.scored.mask.shape[1]
+        return torch.cat([full[start:stop].view(-1, length) for start, stop in self._positions(group)])
+
+    def _inputs(self, group: UnitGroup) -> dict[str, Tensor]:
+        walk = self._call.walk
+        rows, length = walk.scored.mask.shape
+        if not group.rows:
+            return {
+                name: walk.scored.gather(value.reshape(rows * length, *value.shape[2:]), group.tokens).unsqueeze(0)
+                for name, value in self._call.inputs.items()
+            }
+        chosen = {}
+        for name, value in self._call.inputs.items():
+            # One entry per pair follows the chosen rows; one per row follows both ranges.
+            ranges = group.rows[:1] if value.shape[0] != rows else group.rows
+            chosen[name] = torch.cat([value[start:stop] for start, stop in ranges])
+        return chosen
+
+    def value(self) -> Tensor:
+        return torch.stack(self._values).sum(0)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Scalars summed, per-unit metrics concatenated, in the order of the units."""
+        return {
+            name: torch.stack(parts).sum(0) if parts[0].dim() == 0 else torch.cat(parts)
+            for name in self._metrics[0]
+            for parts in [[metrics[name] for metrics in self._metrics]]
+        }
+
+
+class ImmediateFunction(torch.autograd.Function):
+    """`loss, *metrics = f(hidden, weight, bias)`, its gradients up to the upstream factor formed in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [R * T, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        call: ImmediateCall,
+    ) -> tuple[Tensor, ...]:
+        walk, needs = call.walk, call.needs
+        tiles = LossTiles(call)
+        kept = walk.kept_hidden() if needs[0] else None
+        factor = torch.zeros(hidden.shape[0], dtype=walk.precision.statistics, device=hidden.device)
+        total = WeightGradient(*walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
+        problem = walk.plan.problem
+        for group in group_units(walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units):
+            coefficients = _group(walk, group, tiles, kept, total)
+            walk.scored.scatter(coefficients.factor, factor, group.tokens)
+        ctx.set_materialize_grads(False)
+        ctx.needs = needs
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        ctx.save_for_backward(kept, factor, *total.tensors(hidden.device))
+        metrics = tiles.metrics()
+        ctx.mark_non_differentiable(*metrics.values())
+        call.names.extend(metrics)
+        return (tiles.value(), *metrics.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return None, None, None, None
+        kept, factor, *totals = ctx.saved_tensors
+        hidden = scale_rows(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
+        weight, bias = finish_weight_gradient(tuple(totals), upstream, ctx.dtypes)
+        return hidden, weight, bias, None
+
+
+def _group(
+    walk: TileWalk, group: UnitGroup, tiles: LossTiles, kept: Tensor | None, total: WeightGradient
+) -> Coefficients:
+    """Walk one group of units: a single resident tile, or several of which all but the last are projected twice."""
+    pieces = split_ranges(group.tokens, walk.plan.tile_rows)
+    sizes = [sum(stop - start for start, stop in piece) for piece in pieces]
+    state = walk.state(group.count, tiles.names)
+    buffer = walk.buffer(max(sizes), walk.precision.compute)
+    emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
+    done = 0
+    parts: list[tuple[Ranges, slice, RowState]] = []
+    for piece, size in zip(pieces, sizes, strict=True):
+        part = state.narrow(done, size)
+        walk.project(walk.tile_hidden(piece), walk.tile_target(piece), part, emit, buffer[:size])
+        if kept is not None and tiles.only_logprob:
+            walk.hidden_product(buffer[:size], kept, piece)
+        parts.append((piece, slice(done, done + size), part))
+        done += size
+
+    coefficients = tiles.evaluate(group, state.statistics(walk.vocab_size))
+    for piece, rows, part in reversed(parts):
+        gradient, hidden = buffer[: rows.stop - rows.start], walk.tile_hidden(piece)
+        if rows.stop != group.count:
+            again = walk.state(gradient.shape[0], ())
+            walk.project(hidden, walk.tile_target(piece), again, emit, gradient)
+        if not tiles.only_logprob:
+            walk.combine(gradient, walk.tile_target(piece), part, coefficients.rows(rows))
+            if kept is not None:
+                walk.hidden_product(gradient, kept, piece)
+        total.add(gradient, hidden, coefficients.factor[rows])
+    return coefficients

@@ -1,0 +1,82 @@
+"""The protocol of a loss, and how the engine calls one on some of a batch's units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..kernels import DIFFERENTIABLE, STATISTICS
+from .tokens import SEPARABILITY
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A pure function of per-token statistics, and what the engine must know to call it.
+
+    Contributions add up: called on disjoint sets of whole units that make up the batch, the returned scalars sum to the
+    loss. Normalise with `totals`, which are taken over the whole batch, never with what is counted inside the call.
+    """
+
+    @property
+    def separability(self) -> str:
+        """The smallest unit whose contribution needs no other: `"token"`, `"sequence"`, `"pair"` or `"batch"`."""
+        ...
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the statistics the loss reads. Optionally `differentiable` names those it differentiates."""
+        ...
+
+    def totals(
+        self,
+        mask: Tensor,  # [R, T] bool
+        inputs: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:
+        """Normalisers over the whole batch, computed once."""
+        ...
+
+    def __call__(
+        self,
+        statistics: Mapping[str, Tensor],  # name -> [r, T], zero where not scored
+        mask: Tensor,  # [r, T] bool
+        inputs: Mapping[str, Tensor],
+        totals: Mapping[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Contribution of some whole units (pairs: `r = 2 b`, chosen first; tokens: `r = 1`), and metrics.
+
+        A scalar metric is summed over calls; one whose first dimension counts units is concatenated.
+        """
+        ...
+
+
+def check_loss(loss: object) -> Loss:
+    """Raise unless `loss` follows the protocol with known names."""
+    if not isinstance(loss, Loss) or not callable(loss):
+        missing = [name for name in ("separability", "statistics", "totals") if not hasattr(loss, name)]
+        raise TypeError(
+            f"loss: got {type(loss).__name__} without {', '.join(missing) or '__call__'}; expected an object that "
+            "follows liger_losses.chunked.Loss"
+        )
+    if loss.separability not in SEPARABILITY:
+        raise ValueError(f"loss.separability: got {loss.separability!r}, expected one of {SEPARABILITY}")
+    check_statistics("loss.statistics", loss.statistics)
+    return loss
+
+
+def check_statistics(argument: str, names: tuple[str, ...], known: tuple[str, ...] = STATISTICS) -> None:
+    if isinstance(names, str) or not names:
+        raise TypeError(f"{argument}: got {names!r}, expected a non-empty tuple of names out of {known}")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"{argument}: got unknown {unknown}, expected names out of {known}")
+
+
+def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
+    """The statistics whose gradient the loss may send back."""
+    declared: tuple[str, ...] | None = getattr(loss, "differentiable", None)
+    if declared is None:
+        return tuple(name for name in loss.statistics if name in DIFFERENTIABLE)
+    check_statistics("loss.differentiable", declared, DIFFERENTIABLE)
+    return declared

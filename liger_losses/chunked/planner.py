@@ -1,0 +1,397 @@
+"""Which strategy, and how large its tiles: from shapes and a byte budget alone, so that a run is reproducible.
+
+*Workspace* is what a call allocates at its peak beyond its inputs and the gradients it returns. Each strategy's phases
+are written out below as the buffers alive in them; the same sizes are what `walk` allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .tokens import SEPARABILITY, group_units
+
+STRATEGIES = ("immediate", "cached", "recompute", "frozen")
+
+ROW_BLOCK = 128
+VOCAB_BLOCK = 128
+_MIB = 1 << 20
+
+# Rows a product of a gradient tile with the weight takes at a time. Measured on an H200: at 2,048 rows it is 10 % faster
+# than in one piece, and below that it leaves processors idle.
+PRODUCT_ROWS = 2048
+
+# Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
+# Only the order of two strategies' costs depends on it, and only where they are close.
+_FLOPS_PER_BYTE = 175
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes of one call."""
+
+    tokens: int  # scored
+    positions: int  # all, R * T
+    hidden_size: int
+    vocab_size: int
+    compute_bytes: int = 2
+    logits_bytes: int = 4
+    statistics_bytes: int = 4
+    hidden_itemsize: int = 2  # of the caller's tensors, hence of the returned gradients
+    weight_itemsize: int = 2
+    hidden_grad: bool = True
+    weight_grad: bool = True
+    bias_grad: bool = False
+    only_logprob_grad: bool = True
+    immediate_allowed: bool = False
+    cast_weight: bool = False  # a copy of the weight in the compute dtype is made
+    wide_weight_sum: bool = False  # "cached" passes through an fp32 [V, H] (fp16, or a dtype other than the weight's)
+    separability: str = "token"
+    row_counts: tuple[int, ...] = ()
+    max_units: int | None = None
+
+    @property
+    def any_grad(self) -> bool:
+        return self.hidden_grad or self.weight_grad or self.bias_grad
+
+    @property
+    def padded_vocab(self) -> int:
+        """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
+        return -(-self.vocab_size // 8) * 8
+
+    @property
+    def in_place(self) -> bool:
+        return self.logits_bytes == self.compute_bytes
+
+    @property
+    def returned_bytes(self) -> int:
+        return self.returned_hidden + self.returned_weight
+
+    @property
+    def returned_hidden(self) -> int:
+        return self.hidden_grad * self.positions * self.hidden_size * self.hidden_itemsize
+
+    @property
+    def returned_weight(self) -> int:
+        return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.positions * self.hidden_size * self.compute_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will do. `gemms` counts products of `2 N H V` FLOPs over the scored tokens."""
+
+    problem: Problem
+    strategy: str
+    tile_rows: int  # rows of the gradient tile
+    logit_rows: int  # rows projected at a time
+    vocab_block: int  # columns a block, for "recompute"
+    gemms: float
+    workspace: int  # bytes
+    budget: int  # bytes
+    groups: int = 1
+
+    @property
+    def predicted_peak(self) -> int:
+        """Workspace in bytes: the peak beyond inputs and returned gradients."""
+        return self.workspace
+
+    def explain(self) -> str:
+        """The decision in words, for people and bug reports."""
+        p = self.problem
+        what = {
+            "immediate": f"gradients formed while each of {self.groups} tile(s) is resident; fp32 [V, H] accumulator",
+            "cached": "the gradient of the logits is kept from forward to backward; no accumulator",
+            "recompute": f"logits recomputed in backward, {self.vocab_block} vocabulary columns at a time",
+            "frozen": "the head needs no gradient: the hidden gradient is formed in forward and scaled in backward",
+        }[self.strategy]
+        grads = [n for n, on in (("hidden", p.hidden_grad), ("weight", p.weight_grad), ("bias", p.bias_grad)) if on]
+        lines = [
+            f"strategy      {self.strategy}: {what}",
+            f"scored tokens {p.tokens:,} of {p.positions:,}; H {p.hidden_size:,}; V {p.vocab_size:,}; "
+            f"loss separable by {p.separability}",
+            f"gradients     {', '.join(grads) or 'none'}",
+            f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
+            f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
+            f"products      {self.gemms:.2f} of 2 N H V = {2 * p.tokens * p.hidden_size * p.vocab_size / 1e12:,.3f} TFLOP",
+            f"workspace     {self.workspace / _MIB:,.1f} MiB predicted, {self.budget / _MIB:,.1f} MiB allowed",
+        ]
+        return "\n".join(lines)
+
+
+def default_budget(problem: Problem) -> int:
+    """Bytes allowed when the caller names none.
+
+    With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB for
+    tiles. Without: 1 GiB, where larger tiles stop paying. Never less than what 1,024 rows need.
+    """
+    p = problem
+    rows = min(1024, -(-max(p.tokens, 1) // ROW_BLOCK) * ROW_BLOCK)
+    tile = rows * p.padded_vocab * (p.compute_bytes + p.logits_bytes) + 2 * p.hidden_bytes
+    if not p.weight_grad:
+        return max(1 << 30, tile)
+    accumulator = p.vocab_size * p.hidden_size * p.statistics_bytes
+    return accumulator + p.tokens * p.hidden_size * 4 + max(256 * _MIB, tile)
+
+
+def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | None = None) -> Plan:
+    """The fastest strategy whose workspace fits `memory_budget` (default: `default_budget`)."""
+    if strategy != "auto" and strategy not in STRATEGIES:
+        raise ValueError(f"strategy: got {strategy!r}, expected 'auto' or one of {STRATEGIES}")
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
+        raise TypeError(f"memory_budget: got {memory_budget!r}, expected a number of bytes as an int")
+    if memory_budget is not None and memory_budget <= 0:
+        raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0")
+    names = _candidates(problem) if strategy == "auto" else [_allowed(problem, strategy)]
+    budget = default_budget(problem) if memory_budget is None else memory_budget
+    plans = [_BUILDERS[name](problem, budget) for name in names]
+    fitting = [plan for plan in plans if plan.workspace <= budget]
+    if not fitting:
+        least = min(plans, key=lambda plan: plan.workspace)
+        if memory_budget is None:
+            return least
+        raise ValueError(
+            f"memory_budget: got {budget:,} bytes, too small for one row block; strategy {least.strategy!r} needs at "
+            f"least {least.workspace:,} bytes at these shapes ({problem.tokens:,} scored tokens, H "
+            f"{problem.hidden_size:,}, V {problem.vocab_size:,})"
+        )
+    return min(fitting, key=_cost)
+
+
+def _candidates(p: Problem) -> list[str]:
+    if not p.any_grad or (not p.weight_grad and not p.bias_grad and p.only_logprob_grad):
+        return ["frozen"]
+    names = ["recompute"]
+    if p.only_logprob_grad:
+        names.append("cached")
+    if p.immediate_allowed and p.separability != "batch":
+        names.append("immediate")
+    return names
+
+
+def _allowed(p: Problem, strategy: str) -> str:
+    if strategy == "immediate" and not p.immediate_allowed:
+        raise ValueError(
+            "strategy: got 'immediate', which needs a loss known while the tile is resident; expected 'cached', "
+            "'recompute' or 'frozen' for per-token statistics (use fused_linear_loss for 'immediate', outside torch.compile)"
+        )
+    if strategy == "immediate" and p.separability == "batch":
+        raise ValueError(
+            "strategy: got 'immediate' for a loss separable only by 'batch'; expected 'cached' or 'recompute'"
+        )
+    if strategy in ("cached", "frozen") and not p.only_logprob_grad:
+        raise ValueError(
+            f"strategy: got {strategy!r} for a loss that differentiates entropy or lse; expected 'recompute' (or "
+            "'immediate' in fused_linear_loss), or leave those out of the differentiable statistics"
+        )
+    if strategy == "frozen" and (p.weight_grad or p.bias_grad):
+        raise ValueError(
+            "strategy: got 'frozen', but weight or bias requires a gradient; expected another strategy, or "
+            "weight.requires_grad_(False)"
+        )
+    return strategy
+
+
+def _cost(plan: Plan) -> float:
+    """Time in units of one product: the products themselves plus what is moved besides."""
+    p = plan.problem
+    moved = 0.0
+    if plan.strategy == "immediate" and p.weight_grad:
+        moved = plan.groups * 2 * p.vocab_size * p.hidden_size * p.statistics_bytes
+    elif plan.strategy == "recompute":
+        blocks = -(-p.vocab_size // plan.vocab_block)
+        moved = blocks * 2 * p.tokens * p.hidden_size * p.statistics_bytes
+    one_product = 2 * max(p.tokens, 1) * p.hidden_size * p.vocab_size
+    return plan.gemms + moved * _FLOPS_PER_BYTE / one_product
+
+
+def _round_rows(rows: int, p: Problem) -> int:
+    needed = -(-max(p.tokens, 1) // ROW_BLOCK) * ROW_BLOCK
+    return max(ROW_BLOCK, min(rows // ROW_BLOCK * ROW_BLOCK, needed))
+
+
+def _logit_rows(p: Problem, budget: int) -> int:
+    """Rows projected at a time where logits and gradient have buffers of their own: 1,024 unless they are too dear."""
+    per_row = p.padded_vocab * p.logits_bytes
+    return _round_rows(min(1024, budget // 4 // per_row), p)
+
+
+def _weight_copy(p: Problem) -> int:
+    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes
+
+
+def _tile_bytes(p: Problem, tile_rows: int, logit_rows: int) -> int:
+    """Gradient tile, logits where they are a buffer of their own, and the tile's hidden rows and products."""
+    vocab = p.padded_vocab
+    logits = 0 if p.in_place else logit_rows * vocab * p.logits_bytes
+    return tile_rows * vocab * p.compute_bytes + logits + _tile_copies(p) * tile_rows * p.hidden_size * p.compute_bytes
+
+
+def _tile_copies(p: Problem) -> int:
+    """`[rows, H]` tensors of a tile: scaled hidden rows, and where tokens are gathered, the rows and their product."""
+    contiguous = p.tokens == p.positions and p.hidden_itemsize == p.compute_bytes and p.separability == "token"
+    return 1 if contiguous else 3
+
+
+def _largest(fits: Callable[[int], int], budget: int, p: Problem) -> int:
+    """Largest multiple of ROW_BLOCK rows for which `fits(rows)` bytes stay within `budget` (at least one block)."""
+    low, high = 1, _round_rows(p.tokens + ROW_BLOCK, p) // ROW_BLOCK
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * ROW_BLOCK) <= budget else (low, middle - 1)
+    return low * ROW_BLOCK
+
+
+def _plan_frozen(p: Problem, budget: int) -> Plan:
+    logit_rows = _logit_rows(p, budget)
+    if not p.any_grad:
+        # Statistics alone: the logits buffer is the tile.
+        workspace = logit_rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
+        return Plan(p, "frozen", logit_rows, logit_rows, p.vocab_size, 1.0, workspace, budget)
+
+    def workspace_of(rows: int) -> int:
+        forward = p.hidden_bytes + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
+        backward = p.hidden_bytes + p.returned_bytes
+        return max(forward, backward) - p.returned_bytes
+
+    rows = _largest(workspace_of, budget, p)
+    rows = min(rows, PRODUCT_ROWS)
+    return Plan(p, "frozen", rows, min(rows, logit_rows), p.vocab_size, 2.0, workspace_of(rows), budget)
+
+
+def _plan_cached(p: Problem, budget: int) -> Plan:
+    logit_rows = _logit_rows(p, budget)
+    cache = p.tokens * p.padded_vocab * p.compute_bytes
+    kept = p.hidden_grad * p.hidden_bytes
+    scaled = p.weight_grad * (1 + (_tile_copies(p) > 1)) * p.tokens * p.hidden_size * p.compute_bytes
+    rows = _round_rows(min(PRODUCT_ROWS, p.tokens), p)
+    tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
+    forward = kept + cache + tile + _weight_copy(p)
+    wide = p.weight_grad * p.wide_weight_sum * p.vocab_size * p.hidden_size * p.statistics_bytes
+    backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
+    workspace = max(forward, backward) - p.returned_bytes
+    gemms = 1.0 + p.hidden_grad + p.weight_grad
+    return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace, budget)
+
+
+def _plan_immediate(p: Problem, budget: int) -> Plan:
+    accumulator = p.weight_grad * p.vocab_size * p.hidden_size * p.statistics_bytes
+    kept = p.hidden_grad * p.hidden_bytes
+    logit_rows = _logit_rows(p, budget)
+
+    def workspace_of(rows: int) -> int:
+        forward = accumulator + kept + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
+        backward = accumulator + kept + p.returned_bytes
+        return max(forward, backward) - p.returned_bytes
+
+    capacity = _largest(workspace_of, budget, p)
+    groups = group_units(_rows_or_one(p), p.separability, capacity, p.max_units)
+    largest = max(group.count for group in groups)
+    rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
+    again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
+    gemms = 1.0 + p.hidden_grad + p.weight_grad + again / max(1, p.tokens)
+    return Plan(p, "immediate", rows, min(rows, logit_rows), p.vocab_size, gemms, workspace_of(rows), budget, len(groups))
+
+
+def _streamed(count: int, rows: int) -> int:
+    """Tokens of a group that are projected again: all but its last tile."""
+    return 0 if count <= rows else (count - 1) // rows * rows
+
+
+def _rows_or_one(p: Problem) -> tuple[int, ...]:
+    return p.row_counts or (p.tokens,)
+
+
+def _plan_recompute(p: Problem, budget: int) -> Plan:
+    compact = 0 if p.tokens == p.positions else p.tokens * p.hidden_size * p.compute_bytes
+    accumulator = p.hidden_grad * p.tokens * p.hidden_size * p.statistics_bytes
+    per_column = max(p.tokens, 1) * (p.logits_bytes + (0 if p.in_place else p.compute_bytes))
+    logit_rows = _logit_rows(p, budget)
+
+    def workspace_of(columns: int) -> int:
+        rows_forward = logit_rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes)
+        block = columns * per_column
+        walking = compact + accumulator + block + p.returned_weight + _weight_copy(p)
+        finishing = accumulator + p.returned_bytes
+        return max(rows_forward + _weight_copy(p), walking - p.returned_bytes, finishing - p.returned_bytes)
+
+    most = min(8192, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
+    columns = most
+    while columns > VOCAB_BLOCK and workspace_of(columns) > budget:
+        columns -= VOCAB_BLOCK
+    gemms = 2.0 + p.hidden_grad + p.weight_grad
+    return Plan(p, "recompute", logit_rows, logit_rows, columns, gemms, workspace_of(columns), budget)
+
+
+_BUILDERS: dict[str, Callable[[Problem, int], Plan]] = {
+    "immediate": _plan_immediate,
+    "cached": _plan_cached,
+    "recompute": _plan_recompute,
+    "frozen": _plan_frozen,
+}
+
+
+def plan(
+    *,
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    scored: int | Sequence[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    logits_dtype: str = "float32",
+    separability: str = "token",
+    trainable_head: bool = True,
+    trainable_hidden: bool = True,
+    memory_budget: int | None = None,
+    strategy: str = "auto",
+) -> Plan:
+    """The plan of a call with these shapes, without making it.
+
+    Args:
+        tokens: positions, scored or not (rows x length).
+        hidden_size, vocab_size: of the head.
+        scored: scored tokens: their number, or one number per row (pairs: chosen rows first). Default: all, in one row.
+        dtype: of the products. logits_dtype: `"float32"` or `"input"`.
+        separability: of the loss: `"token"`, `"sequence"`, `"pair"`, `"batch"`.
+        trainable_head, trainable_hidden: whether the weight and the hidden states need gradients.
+        memory_budget: bytes beyond inputs and returned gradients. strategy: as in `fused_linear_loss`.
+
+    Returns:
+        A `Plan`; `plan.explain()` says it in words, `plan.workspace` is the predicted peak in bytes.
+    """
+    if separability not in SEPARABILITY:
+        raise ValueError(f"separability: got {separability!r}, expected one of {SEPARABILITY}")
+    for name, value in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, expected >= 1")
+    counts = (tokens,) if scored is None else ((scored,) if isinstance(scored, int) else tuple(scored))
+    if sum(counts) > tokens:
+        raise ValueError(f"scored: got {sum(counts)}, more than tokens={tokens}")
+    if separability == "pair" and len(counts) % 2:
+        raise ValueError(f"scored: got {len(counts)} rows for pairs, expected an even number, chosen rows first")
+    size = dtype.itemsize
+    wide = 8 if dtype == torch.float64 else 4
+    problem = Problem(
+        tokens=sum(counts),
+        positions=tokens,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        compute_bytes=size,
+        logits_bytes=size if logits_dtype == "input" else wide,
+        statistics_bytes=wide,
+        hidden_itemsize=size,
+        weight_itemsize=size,
+        hidden_grad=trainable_hidden,
+        weight_grad=trainable_head,
+        immediate_allowed=separability != "batch",
+        separability=separability,
+        row_counts=counts,
+    )
+    return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
+
+

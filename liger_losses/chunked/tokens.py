@@ -1,0 +1,215 @@
+"""Which tokens are scored, and how they group into units: what the host must know before the first product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+Ranges = tuple[tuple[int, int], ...]
+
+SEPARABILITY = ("token", "sequence", "pair", "batch")
+
+
+class ScoredTokens:
+    """Targets of shape `[R, T]`, and the positions among them that are scored (`!= ignore_index`).
+
+    Only scored positions are projected, so the host must know how many there are. For targets on the CPU that is
+    free and nothing synchronises later. For targets on an accelerator the counts travel to the host asynchronously
+    from the moment of construction: build this before the backbone runs (`ScoredTokens.start`) and reading them later
+    waits for nothing; built at the time of the loss, it waits once, for the work queued so far.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
+        check_target(target)
+        self.shape = target.shape
+        self.ignore_index = ignore_index
+        rows = target if target.dim() == 2 else target.reshape(1, -1)
+        self.target = target
+        self._target = rows
+        self._mask = rows != ignore_index
+        counts = self._mask.sum(-1)
+        self._event: torch.cuda.Event | None = None
+        if counts.is_cuda:
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(counts.device))
+        else:
+            self._counts = counts
+
+    @classmethod
+    def start(cls, target: Tensor, ignore_index: int = -100) -> ScoredTokens:
+        """Begin reading the counts of `target` (any shape; 2-D is `[rows, tokens]`)."""
+        return cls(target, ignore_index)
+
+    @property
+    def rows(self) -> int:
+        return self._target.shape[0]
+
+    @property
+    def row_length(self) -> int:
+        return self._target.shape[1]
+
+    def row_counts(self) -> list[int]:
+        """Scored tokens of each row, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        counts: list[int] = self._counts.tolist()
+        return counts
+
+    def check_range(self, vocab_size: int) -> None:
+        """Raise for a scored target outside `[0, vocab_size)`, where the targets can be read without waiting.
+
+        On an accelerator such a token's log-probability is NaN instead: nothing is trained on it unnoticed.
+        """
+        if self._target.is_cuda or self._target.is_meta:
+            return
+        wrong = self._mask & ((self._target < 0) | (self._target >= vocab_size))
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"target: got {int(self._target[row, column])} at row {row}, position {column}; expected a class in "
+                f"[0, {vocab_size}) or ignore_index={self.ignore_index}"
+            )
+
+    def to(self, device: torch.device) -> ScoredOnDevice:
+        """Targets, mask and the positions of scored tokens on `device`, without a synchronisation."""
+        counts = self.row_counts()
+        target, mask = self._target, self._mask
+        if target.device != device:
+            target, mask = _upload(target, device), _upload(mask, device)
+        total = sum(counts)
+        index = None
+        if total < mask.numel():
+            # A stable sort brings the scored positions to the front in order; `nonzero` would have to wait for a count.
+            index = torch.argsort((~mask).reshape(-1).to(torch.uint8), stable=True)[:total]
+        return ScoredOnDevice(target.reshape(-1).to(torch.int64), mask, index, tuple(counts))
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def check_target(target: Tensor) -> None:
+    if target.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"target: got dtype {target.dtype}, expected an integer dtype (int64)")
+
+
+@dataclass(frozen=True)
+class ScoredOnDevice:
+    """Scored tokens, ready to be gathered. The *compact* order is that of the flattened `[R, T]` positions."""
+
+    target: Tensor  # [R * T] int64
+    mask: Tensor  # [R, T] bool
+    index: Tensor | None  # [n] positions of scored tokens in [R * T]; None when all are
+    row_counts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(self.row_counts)
+
+    def gather(self, values: Tensor, ranges: Ranges) -> Tensor:
+        """The rows of `values` `[R * T, ...]` at compact `ranges`; a view where they are contiguous."""
+        if self.index is None:
+            return values[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([values[a:b] for a, b in ranges])
+        return values.index_select(0, self._positions(self.index, ranges))
+
+    def scatter(self, values: Tensor, into: Tensor, ranges: Ranges) -> None:
+        """Inverse of `gather`: write `values` to their positions in `into` `[R * T, ...]`."""
+        if self.index is not None:
+            into.index_copy_(0, self._positions(self.index, ranges), values.to(into.dtype))
+            return
+        done = 0
+        for start, stop in ranges:
+            into[start:stop].copy_(values[done : done + stop - start])
+            done += stop - start
+
+    @staticmethod
+    def _positions(index: Tensor, ranges: Ranges) -> Tensor:
+        return index[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([index[a:b] for a, b in ranges])
+
+
+def split_ranges(ranges: Ranges, rows: int) -> list[Ranges]:
+    """Cut compact `ranges`, laid end to end, into pieces of at most `rows` tokens (at least one piece)."""
+    pieces: list[list[tuple[int, int]]] = [[]]
+    room = rows
+    for start, stop in ranges:
+        while start < stop:
+            if room == 0:
+                pieces.append([])
+                room = rows
+            taken = min(room, stop - start)
+            pieces[-1].append((start, start + taken))
+            start, room = start + taken, room - taken
+    return [tuple(piece) or ((0, 0),) for piece in pieces]
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Whole units whose tokens enter the loss together.
+
+    `rows` are the row ranges `[start, stop)` of the units (two for pairs: chosen, then rejected), `tokens` the matching
+    ranges in compact order.
+    """
+
+    rows: Ranges
+    tokens: Ranges
+
+    @property
+    def count(self) -> int:
+        return sum(stop - start for start, stop in self.tokens)
+
+
+def unit_sizes(row_counts: tuple[int, ...], separability: str) -> list[int]:
+    """Scored tokens of each unit."""
+    if separability == "pair":
+        half = len(row_counts) // 2
+        return [chosen + rejected for chosen, rejected in zip(row_counts[:half], row_counts[half:], strict=True)]
+    if separability == "sequence":
+        return list(row_counts)
+    if separability == "token":
+        return [1] * sum(row_counts)
+    return [sum(row_counts)]
+
+
+def pack_units(sizes: list[int], capacity: int, max_units: int | None) -> list[tuple[int, int]]:
+    """Consecutive units into groups of at most `capacity` tokens; a larger unit is a group of its own."""
+    groups: list[tuple[int, int]] = []
+    start, filled = 0, 0
+    for unit, size in enumerate(sizes):
+        full = max_units is not None and unit - start >= max_units
+        if unit > start and (filled + size > capacity or full):
+            groups.append((start, unit))
+            start, filled = unit, 0
+        filled += size
+    groups.append((start, len(sizes)))
+    return groups
+
+
+def group_units(
+    row_counts: tuple[int, ...], separability: str, capacity: int, max_units: int | None = None
+) -> list[UnitGroup]:
+    """Pack the units of a batch into groups, in order."""
+    offsets = [0, *accumulate(row_counts)]
+    rows = len(row_counts)
+    if separability == "token":
+        step = capacity if max_units is None else min(capacity, max_units)
+        total = offsets[-1]
+        return [UnitGroup((), ((start, min(start + step, total)),)) for start in range(0, max(total, 1), step)]
+    if separability == "batch":
+        return [UnitGroup(((0, rows),), ((0, offsets[-1]),))]
+    groups = []
+    for start, stop in pack_units(unit_sizes(row_counts, separability), capacity, max_units):
+        ranges: Ranges = ((start, stop),)
+        if separability == "pair":
+            ranges += ((rows // 2 + start, rows // 2 + stop),)
+        groups.append(UnitGroup(ranges, tuple((offsets[a], offsets[b]) for a, b in ranges)))
+    return groups

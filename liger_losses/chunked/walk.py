@@ -1,0 +1,223 @@
+"""The tile walk: project some tokens, read their statistics, form what the gradient products need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import Emit, LogitTransform, RowState, fold_tile, matmul, tile_gradient
+from .head import Precision
+from .planner import PRODUCT_ROWS, Plan
+from .tokens import Ranges, ScoredOnDevice, split_ranges
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """`dL/dstatistic` per token, split into a factor per row and what is left for the tile.
+
+    With log-probabilities alone the factor is `dL/dlogprob` and the tile is the same for every loss. Otherwise the
+    factor is the largest of the three in size, so that the tile's entries are of order `p` in every dtype.
+    """
+
+    factor: Tensor  # [n]
+    dlogprob: Tensor | None = None  # [n], relative to the factor
+    dentropy: Tensor | None = None
+    dlse: Tensor | None = None
+
+    @classmethod
+    def of(cls, dlogprob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, like: Tensor) -> Coefficients:
+        if dentropy is None and dlse is None:
+            return cls(torch.zeros_like(like) if dlogprob is None else dlogprob)
+        a, h, l = (torch.zeros_like(like) if g is None else g for g in (dlogprob, dentropy, dlse))
+        size = torch.stack((a, h, l)).abs().amax(0)
+        safe = torch.where(size == 0, torch.ones_like(size), size)
+        return cls(size, a / safe, h / safe, None if dlse is None else l / safe)
+
+    def rows(self, rows: slice) -> Coefficients:
+        """Those of some of the tokens."""
+        parts = (self.dlogprob, self.dentropy, self.dlse)
+        return Coefficients(self.factor[rows], *(None if part is None else part[rows] for part in parts))
+
+
+class WeightGradient:
+    """`dW = sum over tiles of G^T (c * x)` and `db = sum of G^T c`, in fp32 until the one cast in `finish`.
+
+    fp16 has little room below: there the factor is divided by a power of two not below its largest size so far, the
+    sum is kept relative to that, and `finish` multiplies it back in fp32.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, precision: Precision, *, weight: bool, bias: bool) -> None:
+        self._shape = (vocab_size, hidden_size)
+        self._precision = precision
+        self._want_weight, self._want_bias = weight, bias
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.unit: Tensor | None = None
+
+    def add(
+        self,
+        gradient: Tensor,  # [n, V] G
+        hidden: Tensor,  # [n, H]
+        factor: Tensor,  # [n]
+    ) -> None:
+        if gradient.shape[0] == 0:
+            return
+        if self._precision.compute == torch.float16:
+            factor = self._relative(factor)
+        if self._want_weight:
+            self.weight = self._accumulate(self.weight, gradient, scale_rows(hidden, factor, hidden.dtype), self._shape)
+        if self._want_bias:
+            column = factor.to(gradient.dtype).unsqueeze(-1)
+            self.bias = self._accumulate(self.bias, gradient, column, (self._shape[0], 1))
+
+    def _accumulate(self, total: Tensor | None, gradient: Tensor, right: Tensor, shape: tuple[int, int]) -> Tensor:
+        if total is None:
+            # The first product writes the sum: nothing to zero, nothing to read.
+            empty = torch.empty(shape, dtype=self._precision.statistics, device=right.device)
+            return matmul(gradient.t(), right, out=empty)
+        return matmul(gradient.t(), right, out=total, accumulate=True)
+
+    def _relative(self, factor: Tensor) -> Tensor:
+        unit = power_of_two_at_least(factor)
+        if self.unit is not None:
+            unit = torch.maximum(unit, self.unit)
+            for total in (self.weight, self.bias):
+                if total is not None:
+                    total.mul_(self.unit / unit)
+        self.unit = unit
+        return factor / unit
+
+    def tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Weight sum, bias sum and unit, with zeros where no tile contributed."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self._precision.statistics, device=device)
+
+        weight = zeros(*self._shape) if self.weight is None and self._want_weight else self.weight
+        bias = zeros(self._shape[0], 1) if self.bias is None and self._want_bias else self.bias
+        return weight, bias, self.unit
+
+
+def power_of_two_at_least(values: Tensor) -> Tensor:
+    """Scalar tensor `2^k >= max |values|`; 1 where all are zero, NaN or infinite where `values` are."""
+    largest = values.abs().amax()
+    return torch.where(largest == 0, torch.ones_like(largest), torch.exp2(torch.ceil(torch.log2(largest))))
+
+
+def scale_rows(rows: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`factor[:, None] * rows`, computed in fp32 (fp64) and rounded to `dtype` once."""
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    return torch.mul(rows, factor.unsqueeze(-1), out=out)
+
+
+def rescaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale * total` rounded to `dtype` once, without an intermediate of `total`'s size."""
+    out = torch.empty(total.shape, dtype=dtype, device=total.device)
+    return torch.mul(total, scale, out=out)
+
+
+class TileWalk:
+    """One call's tensors and buffers, and the steps that every strategy is made of."""
+
+    def __init__(
+        self,
+        hidden: Tensor,  # [R * T, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,
+        scored: ScoredOnDevice,
+        transform: LogitTransform,
+        precision: Precision,
+        plan: Plan,
+    ) -> None:
+        self.hidden = hidden
+        self.weight = weight.to(precision.compute)
+        self.bias = bias
+        self.scored = scored
+        self.transform = transform
+        self.precision = precision
+        self.plan = plan
+        self._logits: Tensor | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def state(self, rows: int, names: tuple[str, ...]) -> RowState:
+        return RowState(rows, names, device=self.hidden.device, dtype=self.precision.statistics)
+
+    def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """`[rows, V]` with rows on 8-element boundaries, so that an odd vocabulary keeps the aligned product path."""
+        padded = torch.empty(rows, self.plan.problem.padded_vocab, dtype=dtype, device=self.hidden.device)
+        return padded[:, : self.vocab_size]
+
+    def tile_hidden(self, ranges: Ranges) -> Tensor:
+        """`[n, H]` hidden states of compact `ranges`, in the compute dtype."""
+        return self.scored.gather(self.hidden, ranges).to(self.precision.compute)
+
+    def tile_target(self, ranges: Ranges) -> Tensor:
+        return self.scored.gather(self.scored.target, ranges)
+
+    def project(
+        self,
+        hidden: Tensor,  # [n, H]
+        target: Tensor,  # [n]
+        state: RowState,
+        emit: Emit,
+        gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
+    ) -> None:
+        """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
+        in_place = gradient is not None and self.precision.logits == gradient.dtype
+        step = max(1, hidden.shape[0]) if in_place else self.plan.logit_rows
+        for rows in _slices(hidden.shape[0], step):
+            out = None if gradient is None else gradient[rows]
+            logits = out if in_place else self._logits_buffer(rows.stop - rows.start)
+            assert logits is not None
+            matmul(hidden[rows], self.weight.t(), out=logits)
+            part = state.narrow(rows.start, rows.stop - rows.start)
+            fold_tile(logits, self.bias, target[rows], part, self.transform, emit=emit, out=out)
+
+    def _logits_buffer(self, rows: int) -> Tensor:
+        if self._logits is None:
+            self._logits = self.buffer(self.plan.logit_rows, self.precision.logits)
+        return self._logits[:rows]
+
+    def combine(self, tile: Tensor, target: Tensor, state: RowState, coefficients: Coefficients) -> None:
+        """In place, from `p` to the gradient of a loss with several coefficients, relative to the row factor."""
+        assert coefficients.dlogprob is not None
+        statistics = state.statistics(self.vocab_size)
+        tile_gradient(
+            tile,
+            self.bias,
+            target,
+            lse=state.lse,
+            logprob=(state.target - state.max) - torch.log(state.sum_exp),
+            entropy=statistics.get("entropy"),
+            dlogprob=coefficients.dlogprob,
+            dentropy=coefficients.dentropy,
+            dlse=coefficients.dlse,
+            transform=self.transform,
+            out=tile,
+            holds_probability=True,
+        )
+
+    def hidden_product(self, gradient: Tensor, kept: Tensor, ranges: Ranges) -> None:
+        """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""
+        if gradient.shape[0] == 0:
+            return
+        for piece, rows in zip(split_ranges(ranges, PRODUCT_ROWS), _slices(gradient.shape[0], PRODUCT_ROWS), strict=True):
+            if self.scored.index is None and len(piece) == 1:
+                matmul(gradient[rows], self.weight, out=kept[slice(*piece[0])])
+                continue
+            product = torch.empty(rows.stop - rows.start, kept.shape[1], dtype=kept.dtype, device=kept.device)
+            self.scored.scatter(matmul(gradient[rows], self.weight, out=product), kept, piece)
+
+    def kept_hidden(self) -> Tensor:
+        """Room for `G W` of every position; positions that are not scored stay zero."""
+        make = torch.empty if self.scored.index is None else torch.zeros
+        return make(self.hidden.shape, dtype=self.precision.compute, device=self.hidden.device)
+
+
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -1,0 +1,21 @@
+"""Tile kernels: one operation a file, a torch twin of each beside its Triton form."""
+
+from __future__ import annotations
+
+from .dispatch import implementation
+from .products import matmul
+from .tile_gradient import tile_gradient
+from .tile_statistics import DIFFERENTIABLE, STATISTICS, Emit, RowState, fold_tile
+from .transform import LogitTransform
+
+__all__ = [
+    "DIFFERENTIABLE",
+    "STATISTICS",
+    "Emit",
+    "LogitTransform",
+    "RowState",
+    "fold_tile",
+    "implementation",
+    "matmul",
+    "tile_gradient",
+]

@@ -1,0 +1,116 @@
+"""Triton form of `tile_gradient`: one program owns one block of one row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tile_statistics_triton import logits_and_slope
+from .transform import LogitTransform
+
+_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"])
+def _gradient_kernel(
+    tile_ptr,
+    tile_stride,
+    bias_ptr,
+    target_ptr,
+    out_ptr,
+    out_stride,
+    lse_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    dlogprob_ptr,
+    dentropy_ptr,
+    dlse_ptr,
+    first_column,
+    n_columns,
+    scale,
+    softcap,
+    inv_t,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    FROM_PROBABILITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    inv_t = tl.cast(inv_t, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n_columns
+    row_ptr = tile_ptr + row * tile_stride
+    lse = tl.load(lse_ptr + row)
+    is_target = offsets == tl.load(target_ptr + row) - first_column
+    if FROM_PROBABILITY:
+        p = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        p = tl.where(is_target, tl.exp(tl.load(logprob_ptr + row)), p)
+        logp = tl.where(p > 0, tl.log(tl.where(p > 0, p, 1.0)), 0.0)
+        slope = scale * inv_t
+        if HAS_SOFTCAP:
+            capped = (logp + lse) / (inv_t * softcap)
+            slope = slope * (1.0 - capped * capped)
+    else:
+        z, slope = logits_and_slope(row_ptr, bias_ptr, offsets, mask, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        logp = z - lse
+        p = tl.exp(logp)
+    a = tl.load(dlogprob_ptr + row)
+    gradient = tl.where(is_target, 1.0 - p, -p) * a
+    if HAS_DENTROPY:
+        information = tl.where(p > 0, p * (logp + tl.load(entropy_ptr + row)), 0.0)
+        gradient -= tl.load(dentropy_ptr + row) * information
+    if HAS_DLSE:
+        gradient += tl.load(dlse_ptr + row) * p
+    gradient = gradient * slope
+    tl.store(out_ptr + row * out_stride + offsets, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def tile_gradient_triton(
+    tile: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    logprob: Tensor,
+    entropy: Tensor | None,
+    dlogprob: Tensor,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    transform: LogitTransform,
+    out: Tensor,
+    first_column: int,
+    holds_probability: bool,
+) -> None:
+    block = _BLOCK if tile.is_cuda else 128
+    with torch.cuda.device_of(tile):
+        _gradient_kernel[(tile.shape[0], triton.cdiv(tile.shape[1], block))](
+            tile,
+            tile.stride(0),
+            lse if bias is None else bias,
+            target,
+            out,
+            out.stride(0),
+            lse,
+            logprob,
+            lse if entropy is None else entropy,
+            dlogprob,
+            lse if dentropy is None else dentropy,
+            lse if dlse is None else dlse,
+            first_column,
+            tile.shape[1],
+            transform.scale,
+            transform.softcap or 1.0,
+            transform.inverse_temperature,
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=transform.softcap is not None,
+            HAS_DENTROPY=dentropy is not None,
+            HAS_DLSE=dlse is not None,
+            FROM_PROBABILITY=holds_probability,
+            BLOCK=block,
+            num_warps=8,
+        )

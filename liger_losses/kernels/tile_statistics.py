@@ -1,0 +1,169 @@
+"""Logits tile -> per-token statistics, and in the same visit the gradient of the log-probability (or the softmax).
+
+A row's statistics are folded into a running state, so that a tile may hold all of the vocabulary or a block of it. When
+the tile holds all of it, the row's `lse` is final at the end of the visit and the kernel reads the row a second time,
+from cache where it fits, to write one of:
+
+- `Emit.GRADIENT`: `G_v = (1[v = y] - p_v) * dz_v/draw_v`, which does not depend on the loss;
+- `Emit.PROBABILITY`: `p_v`, from which the gradient of a loss with several coefficients is formed later.
+
+No tensor of shape `[rows, V]` other than the tile and `out` exists; `out` may be the tile itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .dispatch import use_triton
+from .transform import LogitTransform
+
+STATISTICS = ("logprob", "entropy", "lse", "mean_logit", "is_top1", "log_sum_sq_prob")
+DIFFERENTIABLE = ("logprob", "entropy", "lse")
+
+# Elements of a slice of rows that the torch twin visits at once: its temporaries stay in cache.
+_TWIN_ELEMENTS = 1 << 19
+
+
+class Emit(enum.IntEnum):
+    """What `fold_tile` writes to `out`."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    PROBABILITY = 2
+
+
+class RowState:
+    """Running statistics of `rows` rows of logits, over the vocabulary columns seen so far.
+
+    `sum_exp = sum e^(z - max)`, `weighted = sum e^(z - max) (z - max)`, `sum_sq = sum e^(2 (z - max))`: relative to the
+    running maximum, so that large logits lose nothing. `target` is NaN until the target's column has been seen, which
+    makes a target out of range visible as a NaN log-probability.
+    """
+
+    def __init__(self, rows: int, names: tuple[str, ...], *, device: torch.device, dtype: torch.dtype) -> None:
+        def full(value: float) -> Tensor:
+            return torch.full((rows,), value, device=device, dtype=dtype)
+
+        self.names = names
+        self.max = full(-math.inf)
+        self.sum_exp = full(0.0)
+        self.target = full(math.nan)
+        self.weighted = full(0.0) if "entropy" in names else None
+        self.sum_sq = full(0.0) if "log_sum_sq_prob" in names else None
+        self.sum_logits = full(0.0) if "mean_logit" in names else None
+        self.max_before_target = full(-math.inf) if "is_top1" in names else None
+
+    @property
+    def lse(self) -> Tensor:
+        return self.max + torch.log(self.sum_exp)
+
+    def statistics(self, vocab_size: int) -> dict[str, Tensor]:
+        """The statistics asked for, each `[rows]`, once every column has been folded."""
+        result: dict[str, Tensor] = {}
+        for name in self.names:
+            if name == "logprob":
+                # Relative to the maximum first: both terms are then small, whatever the size of the logits.
+                result[name] = (self.target - self.max) - torch.log(self.sum_exp)
+            elif name == "lse":
+                result[name] = self.lse
+            elif name == "entropy" and self.weighted is not None:
+                result[name] = torch.log(self.sum_exp) - self.weighted / self.sum_exp
+            elif name == "mean_logit" and self.sum_logits is not None:
+                result[name] = self.sum_logits / vocab_size
+            elif name == "is_top1" and self.max_before_target is not None:
+                # Ties go to the first column, as argmax has it.
+                result[name] = (self.target >= self.max) & (self.target > self.max_before_target)
+            elif name == "log_sum_sq_prob" and self.sum_sq is not None:
+                result[name] = torch.log(self.sum_sq) - 2 * torch.log(self.sum_exp)
+        return result
+
+    def narrow(self, start: int, rows: int) -> RowState:
+        """A view of some of the rows."""
+        view = RowState.__new__(RowState)
+        for name, value in vars(self).items():
+            setattr(view, name, value[start : start + rows] if isinstance(value, Tensor) else value)
+        return view
+
+
+def fold_tile(
+    tile: Tensor,  # [rows, columns] projected rows, before bias and transform
+    bias: Tensor | None,  # [columns]
+    target: Tensor,  # [rows] int64, column of the whole vocabulary
+    state: RowState,  # of these rows; updated
+    transform: LogitTransform,
+    *,
+    first_column: int = 0,
+    emit: Emit = Emit.NOTHING,
+    out: Tensor | None = None,  # [rows, columns], may be `tile`
+) -> None:
+    """Fold `tile` into `state`; with `emit`, also write `out` (the tile must then hold the whole vocabulary)."""
+    if tile.shape[0] == 0:
+        return
+    if use_triton(tile):
+        from .tile_statistics_triton import fold_tile_triton
+
+        fold_tile_triton(tile, bias, target, state, transform, first_column=first_column, emit=emit, out=out)
+        return
+    for rows in row_slices(tile):
+        _fold_rows(
+            tile[rows],
+            bias,
+            target[rows],
+            state.narrow(rows.start, rows.stop - rows.start),
+            transform,
+            first_column,
+            emit,
+            None if out is None else out[rows],
+        )
+
+
+def row_slices(tile: Tensor) -> Iterator[slice]:
+    step = max(1, _TWIN_ELEMENTS // max(1, tile.shape[1]))
+    for start in range(0, tile.shape[0], step):
+        yield slice(start, min(start + step, tile.shape[0]))
+
+
+def _fold_rows(
+    tile: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    state: RowState,
+    transform: LogitTransform,
+    first_column: int,
+    emit: Emit,
+    out: Tensor | None,
+) -> None:
+    z, slope = transform.apply(tile.to(state.max.dtype), bias)
+    columns = torch.arange(first_column, first_column + tile.shape[1], device=tile.device)
+    is_target = columns == target.unsqueeze(-1)
+
+    highest = torch.maximum(state.max, z.amax(-1))
+    # Where everything so far is -inf the difference is -inf - -inf; such rows hold nothing to rescale.
+    shift = torch.where(state.max == -math.inf, torch.zeros_like(highest), state.max - highest)
+    rescale = torch.where(state.max == -math.inf, torch.zeros_like(highest), torch.exp(shift))
+    below = z - highest.unsqueeze(-1)
+    e = torch.exp(below)
+    if state.weighted is not None:
+        terms = torch.where(e > 0, e * below, torch.zeros_like(e))
+        state.weighted.copy_(rescale * (state.weighted + shift * state.sum_exp) + terms.sum(-1))
+    if state.sum_sq is not None:
+        state.sum_sq.mul_(rescale * rescale).add_((e * e).sum(-1))
+    if state.sum_logits is not None:
+        state.sum_logits.add_(z.sum(-1))
+    if state.max_before_target is not None:
+        before = z.masked_fill(columns >= target.unsqueeze(-1), -math.inf).amax(-1)
+        state.max_before_target.copy_(torch.maximum(state.max_before_target, before))
+    state.sum_exp.mul_(rescale).add_(e.sum(-1))
+    state.max.copy_(highest)
+    found = torch.where(is_target, z, torch.zeros_like(z)).sum(-1)
+    state.target.copy_(torch.where(is_target.any(-1), found, state.target))
+
+    if emit != Emit.NOTHING:
+        assert out is not None
+        p = e.div_(state.sum_exp.unsqueeze(-1))
+        out.copy_(p if emit == Emit.PROBABILITY else (is_target.to(p.dtype) - p) * slope)

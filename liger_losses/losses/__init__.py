@@ -1,0 +1,24 @@
+"""Losses of post-training: pure functions of log-probabilities, and the same as loss objects for the fused engine."""
+
+from __future__ import annotations
+
+from .cross_entropy import CrossEntropyLoss, cross_entropy_loss
+from .dpo import DPOLoss
+from .f_divergence import F_DIVERGENCES, f_divergence_score
+from .preference import dpo_loss
+from .preference_types import LOSS_TYPES
+from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
+
+__all__ = [
+    "F_DIVERGENCES",
+    "LOSS_TYPES",
+    "CrossEntropyLoss",
+    "DPOLoss",
+    "alignment_weights",
+    "cross_entropy_loss",
+    "dpo_loss",
+    "f_divergence_score",
+    "length_desensitized_logprobs",
+    "sequence_lengths",
+    "sequence_logprobs",
+]

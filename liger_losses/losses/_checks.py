@@ -1,0 +1,55 @@
+"""Checks of scalar options and of tensors, each message naming the argument, what was seen and what is expected."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def check_number(
+    name: str, value: object, *, above: float = -math.inf, low: float = -math.inf, high: float = math.inf
+) -> None:
+    """Raise unless `value` is a finite Python number with `value > above` and `low <= value <= high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a Python number")
+    if not (math.isfinite(value) and value > above and low <= value <= high):
+        bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {low:g}"] * (low > -math.inf)
+        bounds += [f"<= {high:g}"] * (high < math.inf)
+        raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected True or False")
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")
+
+
+def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> None:
+    """Raise unless `value` is a floating-point tensor of one of `shapes` (any, when none is named)."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        seen = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
+    check_shape(name, value, *shapes)
+
+
+def check_shape(name: str, value: Tensor, *shapes: tuple[int, ...]) -> None:
+    if shapes and tuple(value.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name}: got shape {list(value.shape)}, expected {expected}")
+
+
+def check_mask(mask: object, logprobs: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask: got {seen}, expected a torch.bool tensor, True where the token is scored")
+    if mask.dim() != 2 or mask.shape != logprobs.shape:
+        raise ValueError(
+            f"mask: got shape {list(mask.shape)}, expected [rows, tokens], the shape of logprobs, which is "
+            f"{list(logprobs.shape)}"
+        )

@@ -1,0 +1,181 @@
+"""The benchmark harness, at shapes that a CPU runs in a moment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import measure, results
+from benchmarks.__main__ import main
+from benchmarks.cases import CASES, WORKLOADS, Case, Inputs, make_inputs
+from benchmarks.implementations import NAIVE, PEERS, Implementation, Step, from_logprobs, full_logprobs
+from benchmarks.oracle import errors, relative_error, truth
+from benchmarks.ours import OURS, minimum_budget
+
+CPU = torch.device("cpu")
+TINY = [case for case in CASES.values() if case.head.name == "tiny"]
+EACH_TINY = [pytest.param(case, id=case.name) for case in TINY]
+
+
+@pytest.mark.parametrize("case", EACH_TINY)
+def test_the_oracle_is_what_autograd_says_of_unfused_logits(case: Case) -> None:
+    inputs = make_inputs(case, CPU, dtype=torch.float64)
+    true = truth(case, inputs, chunk=7)
+
+    def logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = torch.log_softmax(hidden @ weight.T, -1)
+        found = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return found.where(target >= 0, 0.0)
+
+    loss = measure.train(from_logprobs(logprobs)(case, inputs, None), inputs)
+    found = errors(loss.item(), inputs, true)
+    assert found.keys() == ({"loss", "hidden"} if case.frozen else {"loss", "hidden", "weight"})
+    assert max(found.values()) < 1e-6  # the gradients of the truth are kept in fp32
+    scored = inputs.target >= 0
+    assert scored.sum() == case.scored
+    torch.testing.assert_close(logprobs(inputs.hidden, inputs.weight, inputs.target)[scored].detach(), true.logprobs)
+
+
+def test_relative_error() -> None:
+    ref = torch.randn(30, 4)
+    assert relative_error(ref * 1.5, ref, rows=7) == pytest.approx(0.5)
+    assert relative_error(None, ref) != relative_error(None, ref)  # NaN
+
+
+@pytest.mark.parametrize("case", EACH_TINY)
+def test_peers_are_measured(case: Case) -> None:
+    report = measure.run_case(case, PEERS, CPU, repeats=2)
+    rows = {row["implementation"]: row for row in report["rows"]}
+    products = 3 + WORKLOADS[case.workload].reference - case.frozen
+    assert len(report["floor"]["products_ms"]) == products
+    assert rows[NAIVE.name]["status"] == "ok"
+    assert len(rows[NAIVE.name]["times_ms"]) == 2
+    assert rows[NAIVE.name]["floor_ratio"] == rows[NAIVE.name]["ms"] / report["floor"]["ms"]
+    assert rows[NAIVE.name]["extra_bytes"] is None  # no such count on a CPU
+    for row in rows.values():
+        ran = row["status"] == "ok"
+        assert ran == ("ms" in row)
+        assert ran or row["status"].startswith(("missing: ", "needs a CUDA device"))
+    assert ("liger-kernel, compiled" in rows) == (case.workload == "dpo")
+    assert "TRL fused head" in rows
+    assert not measure.failed(report)  # peers fail nobody's run
+    assert all(f"| {name}" in "\n".join(results.table(report)) for name in rows)
+
+
+@pytest.mark.parametrize("case", EACH_TINY)
+def test_ours_pass_the_gate(case: Case) -> None:
+    pytest.importorskip("liger_losses.losses")
+    report = measure.run_case(case, OURS, CPU, repeats=1)
+    assert [row["status"] for row in report["rows"]] == ["ok"] * (2 if case.frozen else 3)
+    assert all("ms" in row and row["predicted_bytes"] > 0 for row in report["rows"])
+
+
+def _scaled(factor: float) -> Implementation:
+    """Full logits whose gradients, but not whose loss, are off by a factor."""
+
+    def build(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+        step = NAIVE.build(case, inputs, memory_budget)
+
+        def scaled() -> Tensor:
+            loss = step()
+            return loss.detach() + factor * (loss - loss.detach())
+
+        return scaled
+
+    return Implementation("scaled", build, ours=True)
+
+
+def test_a_wrong_gradient_of_ours_is_not_timed_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.__main__.IMPLEMENTATIONS", (NAIVE, _scaled(1.02)))
+    assert main(["--case", "ce-96/tiny", "--repeats", "1", "--out", str(tmp_path)]) == 1
+    (path,) = tmp_path.iterdir()
+    for report in json.loads(path.read_text())["cases"]:
+        naive, wrong = report["rows"]
+        assert "ms" in naive
+        assert "ms" not in wrong
+        assert wrong["status"] == "outside the error bound"
+        assert wrong["errors"]["hidden"] == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_wrong_peer_is_timed_and_flagged() -> None:
+    case = CASES["ce-96/tiny"]
+    report = measure.run_case(case, [replace(_scaled(1.02), ours=False)], CPU, repeats=1)
+    (row,) = report["rows"]
+    assert row["status"] == "outside the error bound"
+    assert row["ms"] > 0
+    assert not measure.failed(report)
+
+
+def test_a_failure_is_a_row_and_the_others_are_still_measured() -> None:
+    def build(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+        raise RuntimeError("out of everything\nand more")
+
+    missing = Implementation("missing", from_logprobs(full_logprobs), module="no_such_module_anywhere")
+    rows = [Implementation("broken", build, ours=True), missing, NAIVE]
+    report = measure.run_case(CASES["ce-96/tiny"], rows, CPU, repeats=1)
+    assert report["rows"][0]["status"] == "failed: RuntimeError: out of everything"
+    assert report["rows"][1]["status"].startswith("missing: No module named")
+    assert report["rows"][2]["ms"] > 0
+    assert measure.failed(report) == ["ce-96/tiny: broken"]
+
+
+def test_minimum_memory_is_a_share_of_what_trl_needed() -> None:
+    assert minimum_budget({"TRL fused head": 6 << 20, "liger-kernel": 1}) == 1 << 20
+    assert minimum_budget({}) == 400 << 20
+
+
+def test_a_run_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.IMPLEMENTATIONS", (NAIVE,))
+    out = tmp_path / "out"
+    assert main(["run", "--case", "tiny", "--repeats", "1", "--out", str(out), "--commit", "abc"]) == 0
+    (path,) = out.iterdir()
+    record = json.loads(path.read_text())
+    assert record["command"] == "python -m benchmarks run --case tiny --repeats 1"
+    assert record["environment"]["commit"] == "abc"
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+    page = tmp_path / "docs" / "benchmarks.md"
+    assert main(["report", str(path), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert all(f"### {case.title}" in text for case in TINY)
+    assert str(tmp_path) not in text + path.read_text()
+
+
+def test_newest_takes_one_record_a_device_and_no_profile(tmp_path: Path) -> None:
+    def write(device: str, date: str, key: str) -> None:
+        results.save(
+            {"environment": {"device": device, "date": date}, key: date}, tmp_path, "" if key == "cases" else "-p"
+        )
+
+    for device, date in (("B", "2026-01-02"), ("B", "2026-01-10"), ("A", "2026-01-03")):
+        write(device, date, "cases")
+    write("A", "2026-02-01", "profile")
+    assert [record["cases"] for record in results.newest(tmp_path)] == ["2026-01-03", "2026-01-10"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--case", "nothing"], ["--device", "cpu"], ["profile", "--device", "cpu"], ["profile", "--impl", "no"]],
+)
+def test_what_cannot_run_is_refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_suites() -> None:
+    names = [case.name for case in CASES.values() if case.suite in ("quick", "default")]
+    assert len(names) == 12
+    assert CASES["dpo-1x8192/llama3-8b"].scored == CASES["dpo-4x2048/qwen2.5-7b/frozen"].scored == 12288
+    assert [case.name for case in CASES.values() if case.suite == "quick"] == [
+        "ce-8192/llama3-8b",
+        "ce-8192/llama3-8b/frozen",
+        "dpo-4x2048/llama3-8b",
+        "dpo-4x2048/llama3-8b/frozen",
+    ]
