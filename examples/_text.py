@@ -42,7 +42,10 @@ def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> PreTrainedToken
     special = ["<pad>", "<eos>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
 
@@ -56,7 +59,9 @@ def preference_pairs(texts: list[str], seed: int) -> list[dict[str, str]]:
         cut = len(words) // 3
         prompt, chosen = words[:cut], words[cut:]
         rejected = rng.sample(chosen, len(chosen))
-        pairs.append({"prompt": " ".join(prompt), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)})
+        pairs.append(
+            {"prompt": " ".join(prompt), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)}
+        )
     rng.shuffle(pairs)
     return pairs
 

@@ -94,7 +94,9 @@ def measure_head(trainer: DPOTrainer, device: str) -> dict[str, tuple[float, flo
         torch.autograd.grad(linear_logprobs(hidden, weight, target).sum(), (hidden, weight))
 
     scored = int((target != -100).sum())
-    print(f"head: {target.numel()} tokens, {scored} of them scored, hidden {hidden.shape[-1]}, vocabulary {len(weight)}")
+    print(
+        f"head: {target.numel()} tokens, {scored} of them scored, hidden {hidden.shape[-1]}, vocabulary {len(weight)}"
+    )
     return {
         name: (peak_bytes(function, device) / MIB, median_ms(function, device))
         for name, function in (("full logits", full), ("fused", fused))
@@ -122,7 +124,9 @@ def draw(history: list[dict[str, float]], head: dict[str, tuple[float, float]], 
     ):
         values = [entry[name] for entry in logged]
         left.plot(steps, values, color=colour, lw=2.2 if label == "margin" else 1.5)
-        left.annotate(label, (steps[-1], values[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center")
+        left.annotate(
+            label, (steps[-1], values[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center"
+        )
     left.axhline(0, color="#cbd2d9", lw=0.8, zorder=0)
     left.set(xlabel="step", ylabel="implicit reward, nats x beta")
     left.set_title("Training rewards", loc="left", fontweight="bold")

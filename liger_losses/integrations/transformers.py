@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
 from liger_losses.chunked import ScoredTokens, linear_logprobs
-from liger_losses.integrations._head import HeadOptions, check_head, head_options, output_head
+from liger_losses.integrations._head import HeadOptions, backbone_of, check_head, head_options, output_head
 
 IGNORE_INDEX = -100
 # Field of FusedHeadOutput -> statistic of the engine.
@@ -272,12 +272,14 @@ def _score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutp
     target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
     # Counting the scored tokens needs the host: started before the backbone, it is known when the head is reached.
     scored = ScoredTokens.start(target, IGNORE_INDEX)
-    backbone = model.base_model(**inputs)
+    backbone = backbone_of(model)(**inputs)
     hidden = backbone.last_hidden_state
     hidden = (hidden[:, :-1] if shift_labels is None else hidden).to(device)
     if hidden.shape[:-1] != target.shape:
-        raise ValueError(f"the backbone gave hidden states for {tuple(hidden.shape[:-1])} tokens and the (shifted) labels "
-                         f"are {tuple(target.shape)}; expected the same shape.")
+        raise ValueError(
+            f"the backbone gave hidden states for {tuple(hidden.shape[:-1])} tokens and the (shifted) labels "
+            f"are {tuple(target.shape)}; expected the same shape."
+        )
     weight, bias = linear.weight, linear.bias
     # One gather for all tiles; its backward hands each rank its shard of the gradient.
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -315,12 +317,17 @@ def _load_balancing_loss(model: Any, backbone: Any, attention_mask: Tensor | Non
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     expected = ["gate_logits", "num_experts", "top_k", "attention_mask"]
     if function is None or list(inspect.signature(function).parameters) != expected:
-        raise ValueError(f"output_router_logits=True: the load-balancing loss of {name} is not known to the fused head.")
+        raise ValueError(
+            f"output_router_logits=True: the load-balancing loss of {name} is not known to the fused head."
+        )
     router_logits = getattr(backbone, "router_logits", None)
     if router_logits is None:
         raise ValueError(f"output_router_logits=True: the backbone of {name} returned no router logits.")
     text = model.config.get_text_config()
-    experts = [getattr(model, "num_experts", None), *(getattr(text, n, None) for n in ("num_experts", "num_local_experts"))]
+    experts = [
+        getattr(model, "num_experts", None),
+        *(getattr(text, n, None) for n in ("num_experts", "num_local_experts")),
+    ]
     top_k = [getattr(model, "num_experts_per_tok", None), getattr(text, "num_experts_per_tok", None)]
     first = next((n for n in experts if n is not None), None), next((k for k in top_k if k is not None), None)
     value = function(router_logits, *first, attention_mask)

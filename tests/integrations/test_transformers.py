@@ -263,7 +263,9 @@ class TestRefused:
 class TestPeft:
     def _lora(self, model: Any, **options: Any) -> Any:
         peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", *options.pop("also", [])], init_lora_weights=False, **options)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", *options.pop("also", [])], init_lora_weights=False, **options
+        )
         return peft.get_peft_model(model, config)
 
     def test_frozen_head(self) -> None:

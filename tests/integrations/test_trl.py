@@ -111,7 +111,8 @@ def _run(trainer: DPOTrainer) -> list[dict[str, float]]:
     trainer.train()
     trainer.evaluate()
     logs = [
-        {k: v for k, v in entry.items() if not any(word in k for word in IGNORED)} for entry in trainer.state.log_history
+        {k: v for k, v in entry.items() if not any(word in k for word in IGNORED)}
+        for entry in trainer.state.log_history
     ]
     return [*logs, {"weights": sum(p.detach().double().abs().sum().item() for p in trainer.model.parameters())}]
 

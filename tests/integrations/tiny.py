@@ -11,10 +11,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"tie_word_embeddings": True},
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0, "sliding_window": 32},
+    "recurrent_gemma": {
+        "logits_soft_cap": 2.0,
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "attention_window_size": 32,
+    },
     "cohere": {"logit_scale": 0.25, "eos_token_id": 2, "bos_token_id": None},
     "granite": {"logits_scaling": 8.0},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
-                "router_aux_loss_coef": 0.1},
+    "mixtral": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    },
 }
 
 
