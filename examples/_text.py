@@ -1,8 +1,8 @@
 """What both examples train on: real text, a tokenizer made from it, preference pairs constructed from it, a warm model.
 
 The text is the language reference in the standard library (`pydoc_data.topics`), so nothing is downloaded. The pairs
-are **constructed, not judged by anyone**: `chosen` is how a paragraph really goes on, `rejected` the same words in random
-order.
+are **constructed, not judged by anyone**: `chosen` is how a paragraph really goes on, `rejected` the same words with
+every run of three in another order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from liger_losses import linear_logprobs
 
-PAIRS_ARE = "constructed from text: chosen = the real continuation, rejected = its words in random order"
+PAIRS_ARE = "constructed from text: chosen = the real continuation, rejected = the same, every three words reordered"
 
 
 def paragraphs() -> tuple[list[str], list[str]]:
@@ -58,7 +58,8 @@ def preference_pairs(texts: list[str], seed: int) -> list[dict[str, str]]:
         words = text.split()[:60]
         cut = len(words) // 3
         prompt, chosen = words[:cut], words[cut:]
-        rejected = rng.sample(chosen, len(chosen))
+        runs = [chosen[i : i + 3] for i in range(0, len(chosen), 3)]
+        rejected = [word for run in runs for word in rng.sample(run, len(run))]
         pairs.append(
             {"prompt": " ".join(prompt), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)}
         )

@@ -3,9 +3,9 @@
     python examples/dpo_trl.py                                   # minutes on two CPU cores, nothing downloaded
     python examples/dpo_trl.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 
-Without `--model` and `--dataset`: text from the standard library, a BPE trained on it, a small Llama warmed up on it, and
-preference pairs that are constructed from it (`_text.py` says how): the numbers show that training works, not that a
-model has become better at anything people asked for.
+Without `--model` and `--dataset`: text from the standard library, a BPE trained on it, a small Llama warmed up on it,
+and preference pairs that are constructed from it (`_text.py` says how): the numbers show that training works, not that
+a model has become better at anything people asked for.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def draw(history: list[dict[str, float]], head: dict[str, tuple[float, float]], 
             label, (steps[-1], values[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center"
         )
     left.axhline(0, color="#cbd2d9", lw=0.8, zorder=0)
-    left.set(xlabel="step", ylabel="implicit reward, nats x beta")
+    left.set(xlabel="step", ylabel="implicit reward  β log π/π_ref")
     left.set_title("Training rewards", loc="left", fontweight="bold")
     left.margins(x=0.02)
     names = list(head)

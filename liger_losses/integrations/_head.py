@@ -158,8 +158,8 @@ def check_head(model: Any, head: nn.Linear, options: HeadOptions) -> str:
         # Half precision rounds the model's logits at 2^-8; a wrong scale or cap moves them by far more than 2 %.
         if seen.shape != expected.shape or (seen - expected).abs().max() > 0.02 * expected.abs().max():
             raise ValueError(
-                f"the logits of {type(model).__name__} are not softcap * tanh(logit_scale * (x W^T + b) / softcap) with "
-                f"softcap={options['softcap']} and logit_scale={options['logit_scale']} as read from its config, so "
-                "its head cannot be fused."
+                f"the logits of {type(model).__name__} are not softcap * tanh(logit_scale * (x W^T + b) / softcap) "
+                f"with softcap={options['softcap']} and logit_scale={options['logit_scale']} as read from its config, "
+                "so its head cannot be fused."
             )
     return "checked"

@@ -84,8 +84,9 @@ class FusedHead:
 
     def __str__(self) -> str:
         scale, cap = self.options["logit_scale"], self.options["softcap"]
+        kind = "gradient-free" if not self.differentiable else "trainable" if self.trainable else "frozen"
         facts = [
-            f"{'trainable' if self.trainable else 'frozen'} head [{self.vocabulary}, {self.hidden}]",
+            f"{kind} head [{self.vocabulary}, {self.hidden}]",
             *(["bias"] if self.bias else []),
             *([f"logit scale {scale:g}"] if scale != 1.0 else []),
             *([f"softcap {cap:g}"] if cap is not None else []),
@@ -213,15 +214,16 @@ def _set_forward(model: nn.Module, forward: Callable[..., Any], accelerator: Any
 
         vars(model)["_original_forward"] = forward
         autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
-        bound = isinstance(forward, types.MethodType)
-        wrapped = convert_outputs_to_fp32(autocast(forward.__func__ if bound else forward))
-        forward = types.MethodType(wrapped, model) if bound else wrapped
+        if isinstance(forward, types.MethodType):
+            forward = types.MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+        else:
+            forward = convert_outputs_to_fp32(autocast(forward))
     vars(model)["forward"] = forward
 
 
 def _without_fused_head(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """The instance forward below TRL's fused head; `forward` itself where there is none."""
-    function = getattr(forward, "__func__", forward)
+    function: Any = getattr(forward, "__func__", forward)
     code = getattr(function, "__code__", None)
     if code is None or "fused_lm_head" not in code.co_varnames or "original_forward" not in code.co_freevars:
         return forward
@@ -280,7 +282,8 @@ def _score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutp
             f"the backbone gave hidden states for {tuple(hidden.shape[:-1])} tokens and the (shifted) labels "
             f"are {tuple(target.shape)}; expected the same shape."
         )
-    weight, bias = linear.weight, linear.bias
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
     # One gather for all tiles; its backward hands each rank its shard of the gradient.
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     bias = bias.full_tensor() if isinstance(bias, DTensor) else bias

@@ -113,7 +113,7 @@ def fuse_trainer(
         >>> trainer.train()
     """
     recipe = _recipe_of(trainer)
-    settings = {"memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy}
+    settings: dict[str, Any] = {"memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy}
     state = vars(trainer).get(_STATE)
     if state is not None and state[1] == settings:
         report: FuseReport = state[0]

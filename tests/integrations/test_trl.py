@@ -14,6 +14,7 @@ pytest.importorskip("trl")
 import datasets
 import transformers
 import trl
+from torch.profiler import ProfilerActivity, profile
 from trl import DPOConfig, DPOTrainer
 
 from liger_losses.integrations.trl import FuseReport, fuse_trainer, unfuse_trainer
@@ -286,3 +287,37 @@ def test_the_keyword_protocol_is_trls() -> None:
 
     theirs = trl.trainer.utils.FusedCausalLMOutput
     assert {f.name for f in fields(FusedHeadOutput)} == {f.name for f in fields(theirs)}
+
+
+def _products_of_one_step(trainer: DPOTrainer) -> float:
+    """Head products of a step's forward and backward, in units of 2 * scored tokens * hidden * vocabulary.
+
+    The profiler sees the products inside custom operators too, which a dispatch mode does not.
+    """
+    inputs = next(iter(trainer.get_train_dataloader()))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        trainer.compute_loss(trainer.model, inputs).backward()
+    operations = 0
+    for event in profiler.events():
+        first = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}.get(event.name)
+        if first is not None:
+            (rows, inner), (_, columns) = event.input_shapes[first : first + 2]
+            operations += 2 * rows * inner * columns * (200 in (rows, inner, columns))
+    return operations / (2 * int(inputs["completion_mask"][:, 1:].sum()) * 32 * 200)
+
+
+@pytest.mark.parametrize("strategy", ["cached", "recompute"])
+def test_products_are_those_of_the_report(strategy: str, tokenizer: Any, tmp_path: Path) -> None:
+    native = _products_of_one_step(_trainer(tokenizer, tmp_path, {}))
+    trainer = _trainer(tokenizer, tmp_path, {})
+    report = fuse_trainer(trainer, strategy=strategy)
+    assert _products_of_one_step(trainer) == report.products_after
+    # On CPU TRL projects every token, prompt and padding too.
+    assert native > report.products_before >= report.products_after
+
+
+def test_products_with_a_frozen_head(tokenizer: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = _trainer(tokenizer, tmp_path, {}, peft=peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert _products_of_one_step(trainer) > fuse_trainer(trainer).products_before
+    assert _products_of_one_step(trainer) == fuse_trainer(trainer).products_after == 3
