@@ -25,7 +25,7 @@ from .preference_types import LOSS_TYPES, LossType, Pairs
 
 @dataclass(frozen=True, kw_only=True)
 class DPOObjective:
-    """The options of `dpo_loss`, checked once; calling it maps sequence log-probabilities to per-pair losses."""
+    """The options of `dpo_loss`, checked once; `losses` maps sequence log-probabilities to per-pair losses."""
 
     beta: float = 0.1
     loss_type: str | Sequence[str] = "sigmoid"
@@ -36,6 +36,10 @@ class DPOObjective:
     discopop_tau: float = 0.05
 
     def __post_init__(self) -> None:
+        if not isinstance(self.loss_type, (str, Sequence)):
+            raise TypeError(f"loss_type: got {self.loss_type!r}, expected a name or a sequence of names")
+        if not isinstance(self.loss_weights, (Sequence, type(None))):
+            raise TypeError(f"loss_weights: got {self.loss_weights!r}, expected a sequence of numbers")
         # Sequences become tuples, so that the object stays hashable and no caller's list is aliased.
         if not isinstance(self.loss_type, str):
             object.__setattr__(self, "loss_type", tuple(self.loss_type))
@@ -172,7 +176,7 @@ def dpo_loss(
 
     | loss_type | loss of a pair | paper (arXiv) |
     |---|---|---|
-    | sigmoid | `-(1-e) LS(bD) - e LS(-bD)`: DPO, with `e > 0` cDPO | 2305.18290 |
+    | sigmoid | `-(1-e) LS(bD) - e LS(-bD)`: DPO, with `e > 0` cDPO (in TRL `e` has no effect here) | 2305.18290 |
     | hinge | `max(0, 1 - bD)`: SLiC | 2305.10425 |
     | ipo | `(s_w/n_w - s_l/n_l - 1/(2b))^2` | 2310.12036 |
     | sigmoid_norm | `-LS(b (s_w/n_w - s_l/n_l))` | 2411.15124 |

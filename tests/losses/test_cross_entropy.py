@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from liger_losses.chunked import fused_linear_loss
 from liger_losses.losses import CrossEntropyLoss, cross_entropy_loss
 
 from .batch import VOCAB, make_batch
@@ -74,3 +75,20 @@ def test_bad_input() -> None:
         cross_entropy_loss(logprobs, mask.long())
     with pytest.raises(ValueError, match="inputs: got weights"):
         CrossEntropyLoss().totals(mask, {"weights": logprobs})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("max_units", [None, 3])
+def test_fused(reduction: str, max_units: int | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((4, 6, 8), (VOCAB, 8))
+    )
+    target = torch.randint(0, VOCAB, (4, 6), generator=generator)
+    target[1, 2:] = -100
+    target[3] = -100
+    loss, _ = fused_linear_loss(CrossEntropyLoss(reduction=reduction), hidden, weight, target, max_units=max_units)
+    expected = F.cross_entropy((hidden @ weight.T).reshape(-1, VOCAB), target.reshape(-1), reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(value, (hidden, weight)) for value in (loss, expected)))

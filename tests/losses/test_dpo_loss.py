@@ -45,12 +45,14 @@ def test_gradcheck(name: str, divergence: str) -> None:
 EXTREMES = torch.tensor([-5e3, -300.0, -1e-3, 0.0, 1e-3, 300.0, 5e3])
 
 
-@pytest.mark.parametrize(("name", "divergence"), COMBINATIONS)
+# IPO squares the score; that of an exponential does not fit the dtype.
+TOO_LARGE = [("ipo", "forward_kl"), ("ipo", "alpha_divergence")]
+
+
+@pytest.mark.parametrize(("name", "divergence"), [pair for pair in COMBINATIONS if pair not in TOO_LARGE])
 @pytest.mark.parametrize("beta", [0.1, 10.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_log_ratios_are_finite(name: str, divergence: str, beta: float, dtype: torch.dtype) -> None:
-    if name == "ipo" and divergence in ("forward_kl", "alpha_divergence"):
-        pytest.skip("the square of an exponentiated score does not fit the dtype")
     pairs = torch.cartesian_prod(EXTREMES, EXTREMES).to(dtype)
     chosen, rejected = (column.clone().requires_grad_() for column in pairs.unbind(1))
     losses = dpo_loss(chosen, rejected, beta=beta, f_divergence=divergence, **arguments(name, chosen))
@@ -191,6 +193,10 @@ def test_bad_type() -> None:
         dpo_loss(LOGPS.long(), LOGPS)
     with pytest.raises(TypeError, match="rejected_logps: got float"):
         dpo_loss(LOGPS, 0.0)
+    with pytest.raises(TypeError, match="loss_type: got None, expected a name or a sequence of names"):
+        dpo_loss(LOGPS, LOGPS, loss_type=None)
+    with pytest.raises(TypeError, match=r"loss_weights: got 0\.5, expected a sequence of numbers"):
+        dpo_loss(LOGPS, LOGPS, loss_weights=0.5)
     with pytest.raises(TypeError, match=r"beta: got '0\.1' of type str"):
         dpo_loss(LOGPS, LOGPS, beta="0.1")
     with pytest.raises(ValueError, match=r"chosen_logps: got shape \[1, 3\], expected \[pairs\]"):

@@ -1,0 +1,103 @@
+"""What both examples train on: real text, a tokenizer made from it, preference pairs constructed from it, a warm model.
+
+The text is the language reference in the standard library (`pydoc_data.topics`), so nothing is downloaded. The pairs
+are **constructed, not judged by anyone**: `chosen` is how a paragraph really goes on, `rejected` the same words with
+every run of three in another order.
+"""
+
+from __future__ import annotations
+
+import random
+from pydoc_data.topics import topics
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm.auto import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from liger_losses import linear_logprobs
+
+PAIRS_ARE = "constructed from text: chosen = the real continuation, rejected = the same, every three words reordered"
+
+
+def paragraphs() -> tuple[list[str], list[str]]:
+    """Prose paragraphs of the language reference for training, and those of every tenth topic held out."""
+    training, held_out, seen = [], [], set()
+    for number, name in enumerate(sorted(topics)):
+        for block in topics[name].split("\n\n"):
+            text = " ".join(block.split())
+            prose = text[:1].isupper() and text.endswith(".") and "::=" not in text and ">>>" not in text
+            # A paragraph may stand under several topics: the first one has it, so none is on both sides.
+            if prose and len(text.split()) >= 16 and text not in seen:
+                seen.add(text)
+                (held_out if number % 10 == 9 else training).append(text)
+    return training, held_out
+
+
+def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on `texts`."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<eos>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+
+
+def preference_pairs(texts: list[str], seed: int) -> list[dict[str, str]]:
+    """One pair a paragraph: the first third is the prompt."""
+    rng = random.Random(seed)
+    pairs = []
+    for text in texts:
+        words = text.split()[:60]
+        cut = len(words) // 3
+        prompt, chosen = words[:cut], words[cut:]
+        runs = [chosen[i : i + 3] for i in range(0, len(chosen), 3)]
+        rejected = [word for run in runs for word in rng.sample(run, len(run))]
+        pairs.append(
+            {"prompt": " ".join(prompt), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)}
+        )
+    rng.shuffle(pairs)
+    return pairs
+
+
+def warm_model(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], *, steps: int, seed: int, device: str, length: int = 128
+) -> LlamaForCausalLM:
+    """A small Llama after `steps` of next-token training on `texts`, by the library's own per-token log-probs."""
+    set_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    stream = torch.tensor(tokenizer(tokenizer.eos_token.join(texts))["input_ids"], device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=max(steps, 1), pct_start=0.1)
+    bar = tqdm(range(steps), desc="warm-up on the text")
+    for _ in bar:
+        starts = torch.randint(len(stream) - length, (12,)).to(device)
+        ids = stream[starts[:, None] + torch.arange(length, device=device)]
+        hidden = model.model(ids[:, :-1]).last_hidden_state
+        loss = -linear_logprobs(hidden, model.lm_head.weight, ids[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        bar.set_postfix(nll=f"{loss.item():.2f}")
+    return model

@@ -1,0 +1,165 @@
+"""What has to be known of a model's output head before it can be bypassed."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+_PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class HeadOptions(TypedDict):
+    """The map from `x W^T + b` to the model's logits: `softcap * tanh(logit_scale * z / softcap)`."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+def head_options(config: Any) -> HeadOptions:
+    """Read softcap and logit scale from a transformers config.
+
+    Both have a name per family. Softcap: `final_logit_softcapping` (Gemma), `logits_soft_cap` (RecurrentGemma),
+    `output_logit_soft_cap` (xLSTM). Multiplier: `logit_scale` (Cohere), `output_multiplier` (Muse),
+    `lm_head_multiplier` (Falcon-H1), `logits_scaling` (Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies).
+    MPT's config has a `logit_scale` that transformers' model never applies.
+
+    Args:
+        config: A model's config; of a composite model the text part is read.
+    """
+    text = config.get_text_config()
+    softcap = scale = None
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        softcap = getattr(text, name, None) if softcap is None else softcap
+    if text.model_type != "mpt":
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+            scale = getattr(text, name, None) if scale is None else scale
+    scaling = getattr(text, "logits_scaling", None)
+    if scale is None and scaling is not None:
+        scale = scaling if text.model_type.startswith("hyperclovax") else 1.0 / scaling
+    return {"softcap": softcap, "logit_scale": 1.0 if scale is None else float(scale)}
+
+
+def backbone_of(model: Any) -> Any:
+    """The module that makes the last hidden states, with every input that the model takes (a vision tower's too).
+
+    Raises:
+        ValueError: The model has no backbone apart from itself.
+    """
+    # Llama 4's text model names a prefix that is not its own attribute, and base_model falls back to the model.
+    backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if backbone is None:
+        raise ValueError(f"{type(model).__name__} has no backbone apart from itself: base_model is the model.")
+    return backbone
+
+
+def output_head(model: Any) -> nn.Linear:
+    """The head of `model` as the plain linear layer that it has to be.
+
+    A head kept whole by PEFT's `modules_to_save` is resolved to the copy that the model's own forward would call.
+
+    Raises:
+        ValueError: The head is missing, carries an adapter, is quantised, or keeps its weight elsewhere: its weight
+            alone would not give the model's logits, or would leave the adapter untrained.
+    """
+    head = model.get_output_embeddings()
+    name = type(model).__name__
+    if head is None:
+        raise ValueError(
+            f"{name} has no output head: get_output_embeddings() is None. Expected a causal language model."
+        )
+    while hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        active = [] if head.disable_adapters else head.active_adapters
+        head = head.modules_to_save[active[0]] if active else head.original_module
+    kind = type(head)
+    if not isinstance(head, nn.Linear):
+        adapter = hasattr(head, "base_layer")
+        advice = (
+            "an adapter on the head would be left out of the loss and never trained; take the head out of the "
+            "adapter's target_modules"
+            if adapter
+            else "only the weight and bias of a torch.nn.Linear are known to give the logits"
+        )
+        raise ValueError(f"the head of {name} is a {kind.__module__}.{kind.__qualname__}: {advice}.")
+    weight = head.weight
+    if hasattr(weight, "ds_id"):
+        raise ValueError(
+            f"the head of {name} is partitioned by DeepSpeed ZeRO-3, which empties it again before backward reads it; "
+            "use FSDP2, or ZeRO stage 2 or lower."
+        )
+    if weight.is_meta:
+        raise ValueError(f"the head of {name} has its weight on the meta device (offloaded or not loaded yet).")
+    # Quantised layers subclass nn.Linear; what betrays them is the weight: an integer or 8-bit dtype, or its own class.
+    plain = type(weight.data) in (Tensor, DTensor)
+    if weight.dtype not in _PRODUCT_DTYPES or not plain:
+        raise ValueError(
+            f"the head of {name} is a {kind.__qualname__} with a {type(weight.data).__name__} of {weight.dtype}: a "
+            "quantised head is not supported; keep the head in 16 or 32 bits (e.g. llm_int8_skip_modules=['lm_head'])."
+        )
+    return head
+
+
+class _StubOutput(BaseModelOutputWithPast):
+    """Last hidden states, and None for whatever else a model may look for in its backbone's output."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def check_head(model: Any, head: nn.Linear, options: HeadOptions) -> str:
+    """Hold `options` against the logits that the model's own forward makes of three random hidden states.
+
+    The backbone is replaced by those hidden states for the one call, so the cost is three rows of the head. It catches
+    the models whose config says nothing of what happens after the head: a learned scale per token, a masked or cut
+    vocabulary, a projection before the head.
+
+    Returns:
+        "checked", or "not checked (why)" where the forward cannot be run so.
+
+    Raises:
+        ValueError: The logits differ.
+    """
+    backbone, weight = backbone_of(model), head.weight
+    if isinstance(weight, DTensor):
+        return "not checked (sharded weight)"
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, head.in_features, generator=generator).to(weight.device)
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        # A spread of 10 is far enough into every softcap in use to tell it from none.
+        raw = hidden @ weight.float().T
+        hidden = (hidden * (10.0 / raw.std().clamp(min=1e-6))).to(weight.dtype)
+        expected = nn.functional.linear(hidden, weight, head.bias).float() * options["logit_scale"]
+        if (cap := options["softcap"]) is not None:
+            expected = cap * torch.tanh(expected / cap)
+        shadowed = vars(backbone).get("forward")
+        calls: list[int] = []
+
+        def stub(*args: Any, **kwargs: Any) -> _StubOutput:
+            calls.append(1)
+            return _StubOutput(last_hidden_state=hidden)
+
+        vars(backbone)["forward"] = stub
+        try:
+            ids = torch.zeros(1, 3, dtype=torch.long, device=weight.device)
+            seen = type(model).forward(model, input_ids=ids).logits.float()
+        except Exception as error:  # a forward that needs more than ids: no verdict, and the report says so
+            return f"not checked ({type(error).__name__})"
+        finally:
+            del vars(backbone)["forward"]
+            if shadowed is not None:
+                vars(backbone)["forward"] = shadowed
+        if not calls:  # OPT's model calls the decoder inside its backbone
+            return "not checked (the model does not call its backbone)"
+        # Half precision rounds the model's logits at 2^-8; a wrong scale or cap moves them by far more than 2 %.
+        if seen.shape != expected.shape or (seen - expected).abs().max() > 0.02 * expected.abs().max():
+            raise ValueError(
+                f"the logits of {type(model).__name__} are not softcap * tanh(logit_scale * (x W^T + b) / softcap) "
+                f"with softcap={options['softcap']} and logit_scale={options['logit_scale']} as read from its config, "
+                "so its head cannot be fused."
+            )
+    return "checked"

@@ -1,0 +1,38 @@
+"""The examples run from a clean folder, few steps each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(script: str, folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    command = [sys.executable, str(ROOT / "examples" / script), "--steps", "4", "--warm-up", "6", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_dpo_trl(tmp_path: Path) -> None:
+    seen = _run("dpo_trl.py", tmp_path, "--held-out", "16", "--output", "out")
+    for words in ("constructed from text", "runs on fused heads", "reward margin", "full logits"):
+        assert words in seen
+    assert (tmp_path / "out" / "dpo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_dpo_custom_loop(tmp_path: Path) -> None:
+    seen = _run("dpo_custom_loop.py", tmp_path)
+    assert "constructed from text" in seen
+    assert "reward margin" in seen
