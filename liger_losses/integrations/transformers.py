@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers.utils import ModelOutput
 
 from liger_losses.chunked import ScoredTokens, linear_logprobs
@@ -284,9 +284,7 @@ def _score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutp
         )
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
-    # One gather for all tiles; its backward hands each rank its shard of the gradient.
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
+    weight, bias = _gathered(weight), None if bias is None else _gathered(bias)
     values = linear_logprobs(
         hidden,
         weight,
@@ -312,6 +310,17 @@ def _score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutp
         loss = loss + _router_coefficient(model) * aux_loss
     fields = {name: values[_STATISTICS[name]] for name in head.outputs}
     return FusedHeadOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """The whole of a sharded parameter, gathered once for all tiles.
+
+    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
+    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def _load_balancing_loss(model: Any, backbone: Any, attention_mask: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from liger_losses.integrations.transformers import FusedHeadOutput, fuse_head, unfuse_head
 
@@ -300,3 +301,29 @@ class TestPeft:
                 _assert_fields(model(**batch, fused_lm_head=True), {"log_probs": expected})
         model(**batch, fused_lm_head=True).loss.backward()
         assert copied.weight.grad.any()
+
+
+def test_a_vision_language_model_sees_its_pictures() -> None:
+    common = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**common, image_size=8, patch_size=4, projection_dim=32),
+        text_config=transformers.LlamaConfig(**common, vocab_size=200, num_key_value_heads=2, initializer_range=0.2),
+        image_token_index=199,
+        image_token_id=199,
+    )
+    transformers.set_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config)
+    ids = torch.cat([torch.full((2, 4), 199), torch.arange(3, 13).view(2, 5)], dim=1)
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 199, -100), "attention_mask": torch.ones_like(ids)}
+    pictures = torch.randn(2, 2, 3, 8, 8)
+    for pixels in pictures:
+        own = model(**batch, pixel_values=pixels)
+        assert fuse_head(model).verdict == "checked"
+        fused = model(**batch, pixel_values=pixels, fused_lm_head=True)
+        unfuse_head(model)
+        torch.testing.assert_close(fused.loss, own.loss, rtol=0, atol=1e-5)
+        own_gradient = torch.autograd.grad(own.loss, model.model.multi_modal_projector.linear_1.weight)
+        gradient = torch.autograd.grad(fused.loss, model.model.multi_modal_projector.linear_1.weight)
+        torch.testing.assert_close(gradient, own_gradient, rtol=1e-4, atol=1e-6)
+    seen = [model(**batch, pixel_values=pixels).loss for pixels in pictures]
+    assert not torch.isclose(*seen)

@@ -1,0 +1,78 @@
+"""The fused head under data parallelism: gradients are synchronised, sharded heads are gathered."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("transformers")
+
+from liger_losses.integrations.transformers import fuse_head
+
+from .tiny import tiny_model
+
+WORLD = 2
+
+
+def _batch(rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(3, 200, (2, 10), generator=generator)
+    labels = ids.clone()
+    labels[:, : 3 + rank] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _full(parameter: Any) -> torch.Tensor:
+    gradient = parameter.grad
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def _own_gradients() -> dict[str, torch.Tensor]:
+    """Mean over the ranks' batches of the gradients of the model's own loss, in one process."""
+    model = tiny_model()
+    sum(model(**_batch(rank)).loss for rank in range(WORLD)).div(WORLD).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _wrap(model: Any, kind: str) -> Any:
+    if kind == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if kind == "fsdp2, head in its own group":
+        fully_shard(model.lm_head)
+    return fully_shard(model)
+
+
+def _step(rank: int, kind: str, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        model = tiny_model()
+        fuse_head(model)
+        wrapped = _wrap(model, kind)
+        wrapped(**_batch(rank), fused_lm_head=True).loss.backward()
+        expected = _own_gradients()
+        for name, parameter in model.named_parameters():
+            seen = _full(parameter)
+            torch.testing.assert_close(seen, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, head in its own group"])
+def test_gradients_are_the_mean_over_ranks(kind: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_step, args=(kind, port), nprocs=WORLD, join=True)
