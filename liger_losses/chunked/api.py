@@ -365,7 +365,8 @@ def _run(
     if scored is None:
         target, index, counts = prepared.target_tensor(), None, None
     else:
-        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts)
+        # An operator's list argument may not be empty: no row is one row of nothing.
+        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts) or [0]
     outputs = token_statistics(
         prepared.hidden,
         prepared.weight,

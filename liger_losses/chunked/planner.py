@@ -145,7 +145,9 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
         raise TypeError(f"memory_budget: got {memory_budget!r}, expected a number of bytes as an int")
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0")
-    names = _candidates(problem) if strategy == "auto" else [_allowed(problem, strategy)]
+    # Without gradients (an evaluation of a module that names a strategy) every strategy is the same walk.
+    free = strategy == "auto" or not problem.any_grad
+    names = _candidates(problem) if free else [_allowed(problem, strategy)]
     budget = default_budget(problem) if memory_budget is None else memory_budget
     plans = [_BUILDERS[name](problem, budget) for name in names]
     fitting = [plan for plan in plans if plan.workspace <= budget]
@@ -304,7 +306,7 @@ def _streamed(count: int, rows: int) -> int:
 
 
 def _rows_or_one(p: Problem) -> tuple[int, ...]:
-    return p.row_counts or (p.tokens,)
+    return p.row_counts or ((p.tokens,) if p.tokens else ())
 
 
 def _plan_recompute(p: Problem, budget: int) -> Plan:

@@ -27,13 +27,23 @@ class Coefficients:
     dlse: Tensor | None = None
 
     @classmethod
-    def of(cls, dlogprob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, like: Tensor) -> Coefficients:
-        if dentropy is None and dlse is None:
+    def of(
+        cls,
+        dlogprob: Tensor | None,
+        dentropy: Tensor | None,
+        dlse: Tensor | None,
+        like: Tensor,
+        *,
+        only_logprob: bool,  # the tile holds G; otherwise it holds p, also where the other two turn out to be None
+    ) -> Coefficients:
+        if only_logprob:
             return cls(torch.zeros_like(like) if dlogprob is None else dlogprob)
         a, h, l = (torch.zeros_like(like) if g is None else g for g in (dlogprob, dentropy, dlse))
         size = torch.stack((a, h, l)).abs().amax(0)
         safe = torch.where(size == 0, torch.ones_like(size), size)
-        return cls(size, a / safe, h / safe, None if dlse is None else l / safe)
+        return cls(
+            size, a / safe, None if dentropy is None else h / safe, None if dlse is None else l / safe
+        )
 
     def rows(self, rows: slice) -> Coefficients:
         """Those of some of the tokens."""
