@@ -126,6 +126,8 @@ def linear_logprobs(
                          f"{STRATEGIES[1:]}")  # fmt: skip
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
+    if not wanted:
+        prepared.needs = (False, False, False)
     values = _deferred(prepared, transform, names, wanted, strategy, memory_budget)
     shaped = {
         name: (value if name in wanted else value.detach()).reshape(prepared.shape) for name, value in values.items()

@@ -23,6 +23,9 @@ _MIB = 1 << 20
 # faster than 8,192 in one piece, and fewer leave processors idle.
 PRODUCT_ROWS = 2048
 
+# Rows projected at a time, at most: their logits pass through memory once.
+_MOST_LOGIT_ROWS = 1024
+
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
@@ -216,9 +219,9 @@ def _round_rows(rows: int, p: Problem) -> int:
 
 
 def _logit_rows(p: Problem, budget: int) -> int:
-    """Rows projected at a time: 1,024 unless they are too dear."""
+    """Rows projected at a time in a tile that has more: 1,024 unless they are too dear."""
     per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(1024, budget // 2 // per_row), p)
+    return _round_rows(min(_MOST_LOGIT_ROWS, budget // 2 // per_row), p)
 
 
 def _weight_copy(p: Problem) -> int:
@@ -247,12 +250,21 @@ def _largest(fits: Callable[[int], int], budget: int, p: Problem) -> int:
     return low * ROW_BLOCK
 
 
+def _statistics_alone(p: Problem, budget: int) -> tuple[int, int]:
+    """Rows a tile, and workspace, of a walk without gradients: the logits buffer is the tile."""
+
+    def workspace_of(rows: int) -> int:
+        return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
+
+    rows = min(_MOST_LOGIT_ROWS, _largest(workspace_of, budget, p))
+    return rows, workspace_of(rows)
+
+
 def _plan_frozen(p: Problem, budget: int) -> Plan:
-    logit_rows = _logit_rows(p, budget)
     if not p.any_grad:
-        # Statistics alone: the logits buffer is the tile.
-        workspace = logit_rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
+        logit_rows, workspace = _statistics_alone(p, budget)
         return Plan(p, "frozen", logit_rows, logit_rows, p.vocab_size, 1.0, workspace, budget)
+    logit_rows = _logit_rows(p, budget)
 
     def workspace_of(rows: int) -> int:
         forward = p.hidden_bytes + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
@@ -265,18 +277,21 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
 
 
 def _plan_cached(p: Problem, budget: int) -> Plan:
-    logit_rows = _logit_rows(p, budget)
     cache = p.tokens * p.padded_vocab * p.compute_bytes
     kept = p.hidden_grad * p.hidden_bytes
     scaled = p.weight_grad * (1 + (_tile_copies(p) > 1)) * p.tokens * p.hidden_size * p.compute_bytes
     rows = _round_rows(min(PRODUCT_ROWS, p.tokens), p)
-    tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
-    forward = kept + cache + tile + _weight_copy(p)
     wide = p.weight_grad * p.wide_weight_sum * p.vocab_size * p.hidden_size * p.statistics_bytes
-    backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
-    workspace = max(forward, backward) - p.returned_bytes
+
+    def workspace_of(logit_rows: int) -> int:
+        tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
+        forward = kept + cache + tile + _weight_copy(p)
+        backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
+        return max(forward, backward) - p.returned_bytes
+
+    logit_rows = min(_MOST_LOGIT_ROWS, _largest(workspace_of, budget, p))
     gemms = 1.0 + p.hidden_grad + p.weight_grad
-    return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace, budget)
+    return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace_of(logit_rows), budget)
 
 
 def _plan_immediate(p: Problem, budget: int) -> Plan:
@@ -313,14 +328,13 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
     compact = 0 if p.tokens == p.positions else p.tokens * p.hidden_size * p.compute_bytes
     accumulator = p.hidden_grad * p.tokens * p.hidden_size * p.statistics_bytes
     per_column = max(p.tokens, 1) * (p.logits_bytes + (0 if p.in_place else p.compute_bytes))
-    logit_rows = _logit_rows(p, budget)
+    logit_rows, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
-        rows_forward = logit_rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes)
         block = columns * per_column
         walking = compact + accumulator + block + p.returned_weight + _weight_copy(p)
         finishing = accumulator + p.returned_bytes
-        return max(rows_forward + _weight_copy(p), walking - p.returned_bytes, finishing - p.returned_bytes)
+        return max(forward, walking - p.returned_bytes, finishing - p.returned_bytes)
 
     most = min(8192, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
     columns = most
@@ -371,7 +385,11 @@ def plan(
     for name, value in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected >= 1")
+    if logits_dtype not in ("float32", "input"):
+        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
     counts = (tokens,) if scored is None else ((scored,) if isinstance(scored, int) else tuple(scored))
+    if min(counts, default=0) < 0:
+        raise ValueError(f"scored: got {min(counts)}, expected counts >= 0")
     if sum(counts) > tokens:
         raise ValueError(f"scored: got {sum(counts)}, more than tokens={tokens}")
     if separability == "pair" and len(counts) % 2:
