@@ -118,21 +118,32 @@ def unfused(case: Case, names: Sequence[str] = STATISTICS) -> dict[str, Tensor]:
     z = case.hidden.to(kind) @ case.weight.to(kind).T
     if case.bias is not None:
         z = z + case.bias.to(kind)
-    scale, cap = case.options.get("logit_scale"), case.options.get("softcap")
-    z = z if scale is None else z * scale
-    z = z if cap is None else cap * torch.tanh(z / cap)
-    z = z / case.options.get("temperature", 1.0)
-    log_p = torch.nn.functional.log_softmax(z, -1)
+    z = transformed(z, **case.options)
     mask = case.mask
-    values = {
-        "logprob": log_p.gather(-1, case.target.masked_fill(~mask, 0).long().unsqueeze(-1)).squeeze(-1),
+    values = read_statistics(z, case.target.masked_fill(~mask, 0))
+    return {name: torch.where(mask, values[name], torch.zeros_like(values[name])) for name in names}
+
+
+def transformed(
+    z: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Scale first, then softcap, then temperature."""
+    z = z if logit_scale is None else z * logit_scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def read_statistics(z: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Every statistic of whole logits `[*, V]`, in their dtype."""
+    log_p = torch.nn.functional.log_softmax(z, -1)
+    return {
+        "logprob": log_p.gather(-1, target.long().unsqueeze(-1)).squeeze(-1),
         "entropy": -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(-1),
         "lse": z.logsumexp(-1),
         "mean_logit": z.mean(-1).detach(),
-        "is_top1": z.argmax(-1) == case.target,
+        "is_top1": z.argmax(-1) == target,
         "log_sum_sq_prob": (2 * log_p).logsumexp(-1).detach(),
     }
-    return {name: torch.where(mask, values[name], torch.zeros_like(values[name])) for name in names}
 
 
 def largest(tensor: Tensor) -> float:

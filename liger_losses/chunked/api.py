@@ -175,12 +175,14 @@ def fused_linear_loss(
     """
     check_loss(loss)
     inputs = {} if inputs is None else dict(inputs)
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+    if max_units is not None and (isinstance(max_units, bool) or not isinstance(max_units, int)):
+        raise TypeError(f"max_units: got {max_units!r}, expected an int")
     if max_units is not None and max_units < 1:
         raise ValueError(f"max_units: got {max_units}, expected >= 1")
-    _check_units(loss, hidden, inputs)
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+    _check_units(loss, hidden, inputs)
     transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
     differentiable = differentiable_statistics(loss)
     compiling = torch.compiler.is_compiling()

@@ -53,7 +53,7 @@ class HeadOptions:
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape: torch.Size) -> None:
     """Raise before any work for tensors that do not fit together."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is None:
+        if tensor is None and name == "bias":
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")

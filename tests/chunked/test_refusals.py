@@ -1,0 +1,179 @@
+"""Bad input raises before any work, and says which argument, what was seen, what is expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from liger_losses.chunked import ScoredTokens, api, fused_linear_loss, linear_logprobs
+from liger_losses.chunked.walk import TileWalk
+
+from ..oracle import ToyLoss, make_case
+
+CASE = make_case(4, 5, 6, 20, torch.float32)
+HIDDEN, WEIGHT, TARGET, BIAS = CASE.hidden, CASE.weight, CASE.target, CASE.bias
+META = torch.device("meta")
+NAN = float("nan")
+
+
+def several(separability: str = "pair") -> ToyLoss:
+    return ToyLoss(separability, ("logprob", "entropy"))
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise AssertionError("work was done before the arguments were checked")
+
+    monkeypatch.setattr(TileWalk, "project", unreachable)
+
+
+# Refused by both calls, in the same words.
+COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"hidden": HIDDEN.tolist()}, TypeError, "hidden: got list, expected a torch.Tensor"),
+    ({"hidden": None}, TypeError, "hidden: got NoneType, expected a torch.Tensor"),
+    ({"weight": None}, TypeError, "weight: got NoneType, expected a torch.Tensor"),
+    ({"bias": 1.0}, TypeError, "bias: got float, expected a torch.Tensor"),
+    ({"target": TARGET.tolist()}, TypeError, "target: got list, expected a torch.Tensor"),
+    ({"hidden": HIDDEN.long()}, TypeError, "hidden: got dtype torch.int64, expected one of torch.float16"),
+    ({"weight": WEIGHT.to(torch.complex64)}, TypeError, "weight: got dtype torch.complex64"),
+    ({"bias": BIAS.int()}, TypeError, "bias: got dtype torch.int32"),
+    ({"target": TARGET.float()}, TypeError, "target: got dtype torch.float32, expected an integer dtype (int64)"),
+    ({"target": TARGET == 1}, TypeError, "target: got dtype torch.bool"),
+    ({"weight": WEIGHT[:, :5]}, ValueError, "hidden: got shape (4, 5, 6), expected last dimension 5 as in weight (20, 5)"),
+    ({"weight": WEIGHT[0]}, ValueError, "weight: got shape (6,), expected [V, H]"),
+    ({"weight": WEIGHT[:0]}, ValueError, "weight: got shape (0, 6), expected V >= 1 and H >= 1"),
+    ({"target": TARGET[:, :4]}, ValueError, "target: got shape (4, 4), expected (4, 5), that of hidden"),
+    ({"bias": BIAS[:19]}, ValueError, "bias: got shape (19,), expected (20,)"),
+    ({"bias": BIAS[:, None]}, ValueError, "bias: got shape (20, 1), expected (20,)"),
+    ({"weight": WEIGHT.to(META)}, ValueError, "weight: got device meta, expected cpu, that of hidden"),
+    ({"bias": BIAS.to(META)}, ValueError, "bias: got device meta, expected cpu, that of hidden"),
+    ({"target": TARGET.clamp_min(0) + 17}, ValueError, "expected a class in [0, 20) or ignore_index=-100"),
+    ({"target": TARGET.masked_fill(TARGET < 0, -1)}, ValueError, "target: got -1 at row 1, position 0; expected a class"),
+    ({"target": ScoredTokens(TARGET, -1)}, ValueError, "ignore_index: got -100, but target was read with -1"),
+    ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number > 0"),
+    ({"temperature": -1.0}, ValueError, "temperature: got -1.0"),
+    ({"temperature": NAN}, ValueError, "temperature: got nan"),
+    ({"temperature": float("inf")}, ValueError, "temperature: got inf"),
+    ({"softcap": 0.0}, ValueError, "softcap: got 0.0, expected a finite number > 0"),
+    ({"softcap": -3.0}, ValueError, "softcap: got -3.0"),
+    ({"logit_scale": NAN}, ValueError, "logit_scale: got nan, expected a finite number"),
+    ({"logits_dtype": "bfloat16"}, ValueError, "logits_dtype: got 'bfloat16', expected 'float32' or 'input'"),
+    ({"strategy": "fast"}, ValueError, "strategy: got 'fast', expected 'auto' or one of"),
+    ({"strategy": "frozen"}, ValueError, "strategy: got 'frozen', but weight or bias requires a gradient"),
+    ({"memory_budget": 0}, ValueError, "memory_budget: got 0, expected bytes > 0"),
+    ({"memory_budget": -5}, ValueError, "memory_budget: got -5, expected bytes > 0"),
+    ({"memory_budget": 1e9}, TypeError, "memory_budget: got 1000000000.0, expected a number of bytes as an int"),
+    ({"memory_budget": True}, TypeError, "memory_budget: got True"),
+    ({"memory_budget": 1000}, ValueError, "memory_budget: got 1,000 bytes, too small for one row block; strategy"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), COMMON, ids=[f"{next(iter(c))}: {m}" for c, _, m in COMMON])
+@pytest.mark.parametrize("call", [linear_logprobs, fused_linear_loss], ids=lambda call: call.__name__)
+def test_refused_by_both(call: Callable[..., Any], change: dict, error: type[Exception], message: str) -> None:
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET, "bias": BIAS} | change
+    if call is fused_linear_loss:
+        arguments["loss"] = ToyLoss()
+    with pytest.raises(error, match=re.escape(message)):
+        call(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"statistics": ("logprob", "perplexity")}, ValueError, "statistics: got unknown ['perplexity'], expected names"),
+        ({"statistics": ()}, TypeError, "statistics: got (), expected a non-empty tuple of names"),
+        ({"statistics": "logprob"}, TypeError, "statistics: got 'logprob', expected a non-empty tuple of names"),
+        ({"statistics": ("logprob",), "differentiable": ("entropy",)}, ValueError, "differentiable: got ['entropy']"),
+        ({"statistics": ("is_top1",), "differentiable": ("is_top1",)}, ValueError, "differentiable: got unknown"),
+        ({"strategy": "immediate"}, ValueError, "strategy: got 'immediate', which is for fused_linear_loss"),
+        ({"statistics": ("entropy",), "strategy": "cached"}, ValueError, "strategy: got 'cached' for a loss that"),
+    ],
+)
+def test_refused_by_linear_logprobs(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        linear_logprobs(*CASE.head, **options)
+
+
+class Calls:
+    """A loss in all but the attributes it lacks or has wrong."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def totals(self, mask: Any, inputs: Any) -> dict:
+        return {}
+
+    def __call__(self, *args: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        ("dpo", TypeError, "loss: got str without separability, statistics, totals"),
+        (SimpleNamespace(separability="pair", statistics=("logprob",), totals=dict), TypeError, "without __call__"),
+        (Calls(separability="pair"), TypeError, "loss: got Calls without statistics"),
+        (Calls(separability="word", statistics=("logprob",)), ValueError, "loss.separability: got 'word', expected one of"),
+        (Calls(separability="pair", statistics=("logp",)), ValueError, "loss.statistics: got unknown ['logp']"),
+        (Calls(separability="pair", statistics=()), TypeError, "loss.statistics: got (), expected a non-empty tuple"),
+        (Calls(separability="pair", statistics=("logprob",), differentiable=("is_top1",)), ValueError,
+         "loss.differentiable: got unknown ['is_top1']"),
+    ],
+)  # fmt: skip
+def test_not_a_loss(loss: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        fused_linear_loss(loss, *CASE.head)
+
+
+ROW, PAIR = torch.ones(4), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "error", "message"),
+    [
+        (ToyLoss(), {"inputs": {"weight": [1.0]}}, TypeError, "inputs['weight']: got list, expected a torch.Tensor"),
+        (ToyLoss(), {"inputs": {"weight": torch.ones(3)}}, ValueError, "inputs['weight']: got shape (3,), expected a first dimension of 4 or 2"),
+        (ToyLoss("sequence"), {"inputs": {"weight": PAIR}}, ValueError, "inputs['weight']: got shape (2,), expected a first dimension of 4"),
+        (ToyLoss("token"), {"inputs": {"weight": ROW}}, ValueError, "inputs['weight']: got shape (4,), expected [4, 5, ...]"),
+        (ToyLoss(), {"inputs": {"weight": ROW.clone().requires_grad_()}, "strategy": "immediate"}, ValueError, "strategy: got 'immediate' while one of inputs requires a gradient"),
+        (ToyLoss("batch"), {"strategy": "immediate"}, ValueError, "strategy: got 'immediate' for a loss separable only by 'batch'"),
+        (several(), {"strategy": "cached"}, ValueError, "strategy: got 'cached' for a loss that differentiates entropy"),
+        (ToyLoss(), {"max_units": 0}, ValueError, "max_units: got 0, expected >= 1"),
+        (ToyLoss(), {"max_units": 1.5}, TypeError, "max_units: got 1.5, expected an int"),
+        (ToyLoss(), {"hidden": HIDDEN[0], "target": TARGET[0]}, ValueError, "hidden: got shape (5, 6), expected [R, T, H]"),
+    ],
+)  # fmt: skip
+def test_refused_by_fused_linear_loss(loss: Any, options: dict, error: type[Exception], message: str) -> None:
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET, "bias": BIAS} | options
+    with pytest.raises(error, match=re.escape(message)):
+        fused_linear_loss(loss, **arguments)
+
+
+def test_x03_an_odd_number_of_rows_for_pairs() -> None:
+    with pytest.raises(ValueError, match=r"hidden: got 3 rows for a loss over pairs, expected an even number"):
+        fused_linear_loss(ToyLoss(), HIDDEN[:3], WEIGHT, TARGET[:3], BIAS)
+
+
+def test_a_target_out_of_range_is_named_with_its_place() -> None:
+    target = TARGET.clone()
+    target[2, 3] = 20
+    for call in (linear_logprobs, lambda *a: fused_linear_loss(ToyLoss(), *a)):
+        with pytest.raises(ValueError, match=re.escape("target: got 20 at row 2, position 3; expected a class in [0, 20)")):
+            call(HIDDEN, WEIGHT, target, BIAS)
+
+
+def test_every_option_of_the_two_calls_is_tested_here() -> None:
+    """A new option comes with its refusals, or is named here."""
+    import inspect
+
+    tested = {name for change, _, _ in COMMON for name in change}
+    tested |= {"loss", "inputs", "max_units", "statistics", "differentiable", "ignore_index"}
+    for call in (api.linear_logprobs, api.fused_linear_loss):
+        assert set(inspect.signature(call).parameters) <= tested
