@@ -151,7 +151,8 @@ def _fold_rows(
     # Where everything so far is -inf the difference is -inf - -inf; such rows hold nothing to rescale.
     shift = torch.where(state.max == -math.inf, torch.zeros_like(highest), state.max - highest)
     rescale = torch.where(state.max == -math.inf, torch.zeros_like(highest), torch.exp(shift))
-    below = z - highest.unsqueeze(-1)
+    # The same for a block that is -inf throughout (a masked vocabulary): nothing is summed from it.
+    below = z - torch.where(highest == -math.inf, torch.zeros_like(highest), highest).unsqueeze(-1)
     e = torch.exp(below)
     if state.weighted is not None:
         terms = torch.where(e > 0, e * below, torch.zeros_like(e))
