@@ -41,9 +41,7 @@ class Coefficients:
         a, h, l = (torch.zeros_like(like) if g is None else g for g in (dlogprob, dentropy, dlse))
         size = torch.stack((a, h, l)).abs().amax(0)
         safe = torch.where(size == 0, torch.ones_like(size), size)
-        return cls(
-            size, a / safe, None if dentropy is None else h / safe, None if dlse is None else l / safe
-        )
+        return cls(size, a / safe, None if dentropy is None else h / safe, None if dlse is None else l / safe)
 
     def rows(self, rows: slice) -> Coefficients:
         """Those of some of the tokens."""

@@ -34,9 +34,7 @@ def statistics_of(case: Case, call: str) -> Callable[..., tuple[Tensor, ...]]:
     strategy, names = CALLS[call]
 
     def function(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-        values = linear_logprobs(
-            hidden, weight, case.target, bias, statistics=names, strategy=strategy, **case.options
-        )
+        values = linear_logprobs(hidden, weight, case.target, bias, statistics=names, strategy=strategy, **case.options)
         return tuple(values[name] for name in names)
 
     return function
@@ -60,7 +58,9 @@ every_call = pytest.mark.parametrize(("build", "name"), EVERYTHING, ids=[f"{b.__
 
 
 @every_call
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 1.2, "temperature": 0.8}], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 4.0, "logit_scale": 1.2, "temperature": 0.8}], ids=["plain", "all"]
+)
 def test_gradcheck(build: Callable[..., Any], name: str, options: dict[str, float]) -> None:
     """X05: fp64 in, fp64 throughout."""
     case = make_case(2, 3, 4, 9, **options)

@@ -31,9 +31,7 @@ def pairs(rows: int = 4, length: int = 8, **options: Any) -> tuple[Case, Case]:
 
 def dpo(case: Case, reference: Case, **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     module = LigerFusedLinearDPOLoss(beta=BETA, **options)
-    return module(
-        case.weight, case.hidden, case.target, case.bias, reference.hidden, reference.weight, reference.bias
-    )
+    return module(case.weight, case.hidden, case.target, case.bias, reference.hidden, reference.weight, reference.bias)
 
 
 def log_ratios(case: Case, reference: Case) -> tuple[Tensor, Tensor]:

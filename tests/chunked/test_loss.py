@@ -174,9 +174,7 @@ def test_a_constant_loss(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["cached", "recompute", "auto"])
 def test_inputs_receive_gradients_from_deferred_strategies(strategy: str) -> None:
     loss, case = ToyLoss("pair", LOGPROB), make_case()
-    got, want = (
-        {name: value.requires_grad_() for name, value in loss_inputs(loss, case).items()} for _ in range(2)
-    )
+    got, want = ({name: value.requires_grad_() for name, value in loss_inputs(loss, case).items()} for _ in range(2))
     value, _ = fused_linear_loss(loss, *case.head, inputs=got, strategy=strategy)
     check_loss((value, _), loss, case, want)
     wanted = torch.autograd.grad(unfused_loss(loss, case, want)[0], list(want.values()))

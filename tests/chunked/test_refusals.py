@@ -87,7 +87,11 @@ def test_refused_by_both(call: Callable[..., Any], change: dict, error: type[Exc
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"statistics": ("logprob", "perplexity")}, ValueError, "statistics: got unknown ['perplexity'], expected names"),
+        (
+            {"statistics": ("logprob", "perplexity")},
+            ValueError,
+            "statistics: got unknown ['perplexity'], expected names",
+        ),
         ({"statistics": ()}, TypeError, "statistics: got (), expected a non-empty tuple of names"),
         ({"statistics": "logprob"}, TypeError, "statistics: got 'logprob', expected a non-empty tuple of names"),
         ({"statistics": ("logprob",), "differentiable": ("entropy",)}, ValueError, "differentiable: got ['entropy']"),
@@ -165,7 +169,9 @@ def test_a_target_out_of_range_is_named_with_its_place() -> None:
     target = TARGET.clone()
     target[2, 3] = 20
     for call in (linear_logprobs, lambda *a: fused_linear_loss(ToyLoss(), *a)):
-        with pytest.raises(ValueError, match=re.escape("target: got 20 at row 2, position 3; expected a class in [0, 20)")):
+        with pytest.raises(
+            ValueError, match=re.escape("target: got 20 at row 2, position 3; expected a class in [0, 20)")
+        ):
             call(HIDDEN, WEIGHT, target, BIAS)
 
 

@@ -118,7 +118,12 @@ def test_logits_in_the_dtype_of_the_inputs(strategy: str, dtype: torch.dtype) ->
 def test_tiles_and_blocks_of_any_size(strategy: str, budget: int | None) -> None:
     """Vocabulary blocks of 128 columns and up; row tiles with a ragged last one."""
     for scored in ("prompt", "all"):
-        check(make_case(2, 150, 8, 300, torch.float32, scored=scored), ("logprob",), strategy=strategy, memory_budget=budget)
+        check(
+            make_case(2, 150, 8, 300, torch.float32, scored=scored),
+            ("logprob",),
+            strategy=strategy,
+            memory_budget=budget,
+        )
 
 
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3), (2, 3, 2), (1, 1, 4, 2)], ids=str)

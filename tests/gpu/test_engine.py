@@ -41,7 +41,9 @@ PAIR, SEVERAL = ToyLoss("pair", ("logprob", "mean_logit")), ToyLoss("pair", ("lo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strategy", ["cached", "recompute", "frozen", "auto"])
-@pytest.mark.parametrize("transform", [{}, {"softcap": 20.0, "logit_scale": 1.2, "temperature": 0.8}], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "transform", [{}, {"softcap": 20.0, "logit_scale": 1.2, "temperature": 0.8}], ids=["plain", "all"]
+)
 def test_statistics_and_gradients(strategy: str, dtype: torch.dtype, transform: dict[str, float]) -> None:
     names = LOGPROB if strategy in ("cached", "frozen") else STATISTICS
     trainable = ("hidden",) if strategy == "frozen" else ("hidden", "weight", "bias")

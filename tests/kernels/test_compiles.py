@@ -60,7 +60,9 @@ class Launch:
 
     def accesses(self) -> Counter[str]:
         """Global loads and stores by width, e.g. `ld.v4`."""
-        return Counter(f"{kind}{width or ''}" for kind, width in re.findall(r"\b(ld|st)\.global(\.v\d)?\.", self.assembly))
+        return Counter(
+            f"{kind}{width or ''}" for kind, width in re.findall(r"\b(ld|st)\.global(\.v\d)?\.", self.assembly)
+        )
 
     def atomics(self) -> list[str]:
         return re.findall(r"\b(?:atom|red)\.\S+", self.assembly)

@@ -22,7 +22,12 @@ def coefficients(device: str, rows: int = ROWS) -> dict[str, Tensor]:
 
 
 def by_autograd(
-    tile: Tensor, bias: Tensor | None, target: Tensor, sent: dict[str, Tensor], options: dict[str, Any], kind: torch.dtype
+    tile: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    sent: dict[str, Tensor],
+    options: dict[str, Any],
+    kind: torch.dtype,
 ) -> Tensor:
     raw = tile.detach().to(kind).requires_grad_()
     z = transformed(raw if bias is None else raw + bias.to(kind), **options)
@@ -63,9 +68,7 @@ def test_from_logits(
 @pytest.mark.parametrize("names", [("entropy",), ("lse",), COEFFICIENTS], ids=str)
 @pytest.mark.parametrize("transform", ["plain", "all"])
 @pytest.mark.parametrize("written", [F32, BF16], ids=str)
-def test_from_probabilities_in_place(
-    device: str, written: torch.dtype, transform: str, names: tuple[str, ...]
-) -> None:
+def test_from_probabilities_in_place(device: str, written: torch.dtype, transform: str, names: tuple[str, ...]) -> None:
     """The tile holds `p` up to a factor, rounded to its dtype: the rounded tile is the naive computation."""
     options, sent = TRANSFORMS[transform], {k: v for k, v in coefficients(device).items() if k in names}
     tile, bias, target = make_tile(VOCABS[device][-1], F32, device)

@@ -120,7 +120,9 @@ def test_what_is_written(device: str, transform: str, emit: Emit, dtype: torch.d
             return torch.autograd.grad(read_statistics(z, target)["logprob"].sum(), raw)[0]  # noqa: B023
 
         scale = largest(logits(tile, bias, options))
-        check_close(found, expected(torch.float64), expected(F32), written, terms=vocab, what=emit.name, scale=scale / 4)
+        check_close(
+            found, expected(torch.float64), expected(F32), written, terms=vocab, what=emit.name, scale=scale / 4
+        )
         if emit == Emit.PROBABILITY:
             sums = found.sum(-1)
             assert (sums - 1).abs().max() < torch.finfo(written).eps + vocab**0.5 * torch.finfo(F32).eps
@@ -181,7 +183,9 @@ def test_extreme_rows(device: str, step: int | None) -> None:
             if name == "is_top1" or (name == "mean_logit" and row >= 6):
                 assert torch.equal(value[row], exact[name][row].to(value.dtype)), (name, row)
                 continue
-            check_close(value[row], exact[name][row], naive[name][row], F32, terms=vocab, scale=scale, what=f"{name} {row}")
+            check_close(
+                value[row], exact[name][row], naive[name][row], F32, terms=vocab, scale=scale, what=f"{name} {row}"
+            )
 
 
 @pytest.mark.parametrize("written", [F32, BF16, F16], ids=str)
@@ -247,7 +251,13 @@ def test_narrow_is_a_view(device: str) -> None:
 
 def test_no_rows(device: str) -> None:
     state = RowState(0, STATISTICS, device=torch.device(device), dtype=F32)
-    fold_tile(torch.empty(0, 9, device=device), None, torch.empty(0, dtype=torch.int64, device=device), state, LogitTransform())
+    fold_tile(
+        torch.empty(0, 9, device=device),
+        None,
+        torch.empty(0, dtype=torch.int64, device=device),
+        state,
+        LogitTransform(),
+    )
     assert all(value.shape == (0,) for value in state.statistics(9).values())
 
 
