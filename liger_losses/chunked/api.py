@@ -161,7 +161,7 @@ def fused_linear_loss(
         hidden, weight, target, bias, ignore_index, temperature, softcap, logit_scale, memory_budget, logits_dtype: as
             in `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
         inputs: what else the loss reads, by name: tensors whose first dimension counts rows (or pairs, for pair losses);
-            for token losses `[R, T, ...]`.
+            for token losses `[R, T, ...]`. A tensor without dimensions concerns the whole batch and is handed on as it is.
         strategy: `"auto"`, `"immediate"`, `"cached"`, `"recompute"` or `"frozen"`.
         max_units: at most so many units (tokens, sequences, pairs) enter the loss at once.
 
@@ -219,12 +219,14 @@ def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> No
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+        if value.dim() == 0:  # of the batch, not of its rows
+            continue
         if loss.separability == "token":
             if value.shape[:2] != (rows, length):
                 raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
             continue
         firsts = (rows, rows // 2) if loss.separability in ("pair", "batch") else (rows,)
-        if value.dim() == 0 or value.shape[0] not in firsts:
+        if value.shape[0] not in firsts:
             raise ValueError(
                 f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "
                 + " or ".join(map(str, firsts))
@@ -255,9 +257,9 @@ class _Prepared:
         )
 
     def scored_tokens(self) -> ScoredTokens:
-        if isinstance(self._target, ScoredTokens):
-            return self._target
-        scored = ScoredTokens(self._target, self.ignore_index)
+        scored = (
+            self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
+        )
         scored.check_range(self.weight.shape[0])
         return scored
 

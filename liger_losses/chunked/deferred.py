@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels import DIFFERENTIABLE, Emit, LogitTransform, matmul, tile_gradient
 from .head import Precision
-from .planner import Plan, Problem, make_plan
+from .planner import Problem, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens
 from .walk import TileWalk, WeightGradient, power_of_two_at_least, rescaled, scale_rows
 
@@ -54,8 +54,11 @@ def _tile_ranges(count: int, rows: int) -> list[tuple[tuple[int, int], ...]]:
 
 def forward(
     walk: TileWalk, names: tuple[str, ...], needs: tuple[bool, bool, bool], cache_rows: int
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Statistics at every position (zero where not scored), `lse`, `G W` and `G`; the last two empty if not kept."""
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
+    """Statistics at every position (zero where not scored), `lse`, the row factor of `G`, `G W` and `G`.
+
+    The last two are empty where they are not kept.
+    """
     count, plan = walk.scored.count, walk.plan
     keep_product = plan.strategy in ("cached", "frozen") and needs[0]
     keep_gradient = plan.strategy == "cached" and (needs[1] or needs[2])
@@ -84,7 +87,13 @@ def forward(
         return full
 
     values = [at_positions(compact[name]) for name in names]
-    return values, at_positions(state.lse), kept, _nothing(walk) if cache is None else cache
+    return (
+        values,
+        at_positions(state.lse),
+        at_positions(state.gradient_scale),
+        kept,
+        _nothing(walk) if cache is None else cache,
+    )
 
 
 def _nothing(walk: TileWalk) -> Tensor:
@@ -97,6 +106,7 @@ def backward(
     coefficients: tuple[Tensor, Tensor | None, Tensor | None],  # dL/dlogprob, dL/dentropy, dL/dlse at every position
     lse: Tensor,
     entropy: Tensor | None,
+    scale: Tensor,
     kept: Tensor,
     cache: Tensor,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
@@ -106,11 +116,12 @@ def backward(
         return _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
     count = walk.scored.count
     everything = ((0, count),)
+    at_rows = coefficients[0] * scale
     weight = bias = None
     if needs[1] or needs[2]:
-        factor = walk.scored.gather(coefficients[0], everything)
+        factor = walk.scored.gather(at_rows, everything)
         weight, bias = _finished_product(walk, cache[:count], walk.tile_hidden(everything), factor, needs, dtypes)
-    hidden = scale_rows(kept, coefficients[0], dtypes[0]) if needs[0] else None
+    hidden = scale_rows(kept, at_rows, dtypes[0]) if needs[0] else None
     return hidden, weight, bias
 
 
@@ -129,7 +140,7 @@ def _finished_product(
         del hidden
         out = torch.empty(walk.weight.shape, dtype=compute, device=walk.hidden.device)
         return matmul(gradient.t(), scaled, out=out), None
-    total = WeightGradient(*walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
+    total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
     total.add(gradient, hidden, factor)
     return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
 
@@ -320,7 +331,7 @@ def token_statistics(
     needs_weight: bool,
     needs_bias: bool,
 ) -> list[Tensor]:
-    """Statistics of every position, then `lse`, `G W` and `G` for backward. `hidden` is `[P, H]`, `target` `[R, T]`."""
+    """Statistics of every position, then `lse`, row factor, `G W` and `G` for backward. `hidden` is `[P, H]`, `target` `[R, T]`."""
     options = CallOptions(
         statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
         memory_budget, needs_hidden, needs_weight, needs_bias,
@@ -328,8 +339,8 @@ def token_statistics(
     with _outside_autocast(hidden.device):
         walk = options.walk(hidden, weight, bias, target, index, row_counts)
         rows = walk.scored.count if row_counts is not None else hidden.shape[0]
-        values, lse, kept, cache = forward(walk, options.names, options.needs, rows)
-        return [*values, lse, kept, cache]
+        values, *for_backward = forward(walk, options.names, options.needs, rows)
+        return [*values, *for_backward]
 
 
 @token_statistics.register_fake
@@ -367,7 +378,8 @@ def _(
         rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
         padded = -(-weight.shape[0] // 8) * 8
         cache = hidden.new_empty((rows, padded), dtype=compute_dtype)[:, : weight.shape[0]]
-    return [*values, hidden.new_empty(hidden.shape[0], dtype=wide), kept, cache]
+    per_token = [hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2)]
+    return [*values, *per_token, kept, cache]
 
 
 @torch.library.custom_op("liger_losses::token_statistics_backward", mutates_args=())
@@ -377,6 +389,7 @@ def token_statistics_backward(
     dlse: Tensor | None,
     entropy: Tensor | None,
     lse: Tensor,
+    scale_of_gradient: Tensor,
     kept: Tensor,
     cache: Tensor,
     hidden: Tensor,
@@ -411,7 +424,7 @@ def token_statistics_backward(
         sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in (dlogprob, dentropy, dlse)]
         coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2])
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        gradients = backward(walk, options.needs, coefficients, lse, entropy, kept, cache, dtypes)
+        gradients = backward(walk, options.needs, coefficients, lse, entropy, scale_of_gradient, kept, cache, dtypes)
         return [hidden.new_empty(0) if g is None else g for g in gradients]
 
 
@@ -422,6 +435,7 @@ def _(
     dlse: Tensor | None,
     entropy: Tensor | None,
     lse: Tensor,
+    scale_of_gradient: Tensor,
     kept: Tensor,
     cache: Tensor,
     hidden: Tensor,
@@ -443,12 +457,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.set_materialize_grads(False)
     names = scalars[0].split(",")
     entropy = output[names.index("entropy")] if "entropy" in names else None
-    lse, kept, cache = output[len(names) :]
-    ctx.save_for_backward(hidden, weight, bias, target, index, entropy, lse, kept, cache)
+    ctx.save_for_backward(hidden, weight, bias, target, index, entropy, *output[len(names) :])
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    hidden, weight, bias, target, index, entropy, lse, kept, cache = ctx.saved_tensors
+    hidden, weight, bias, target, index, entropy, *kept = ctx.saved_tensors
     statistics, differentiable, *_, needs_hidden, needs_weight, needs_bias = ctx.scalars
     of = dict(zip(statistics.split(","), gradients, strict=False))
     asked = [of.get(name) if name in differentiable.split(",") else None for name in DIFFERENTIABLE]
@@ -457,7 +470,7 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
         return (None, None, *empty)
     dlogprob, dentropy, dlse = asked
     d_hidden, d_weight, d_bias = token_statistics_backward(
-        dlogprob, dentropy, dlse, entropy, lse, kept, cache, hidden, weight, bias, target, index, ctx.row_counts,
+        dlogprob, dentropy, dlse, entropy, *kept, hidden, weight, bias, target, index, ctx.row_counts,
         *ctx.scalars,
     )  # fmt: skip
     return (

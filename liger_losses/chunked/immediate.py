@@ -95,19 +95,18 @@ class LossTiles:
         return torch.cat([full[start:stop].view(-1, length) for start, stop in self._positions(group)])
 
     def _inputs(self, group: UnitGroup) -> dict[str, Tensor]:
-        walk = self._call.walk
-        rows, length = walk.scored.mask.shape
+        return {name: self._input(value, group) for name, value in self._call.inputs.items()}
+
+    def _input(self, value: Tensor, group: UnitGroup) -> Tensor:
+        scored = self._call.walk.scored
+        rows, length = scored.mask.shape
+        if value.dim() == 0:
+            return value
         if not group.rows:
-            return {
-                name: walk.scored.gather(value.reshape(rows * length, *value.shape[2:]), group.tokens).unsqueeze(0)
-                for name, value in self._call.inputs.items()
-            }
-        chosen = {}
-        for name, value in self._call.inputs.items():
-            # One entry per pair follows the chosen rows; one per row follows both ranges.
-            ranges = group.rows[:1] if value.shape[0] != rows else group.rows
-            chosen[name] = torch.cat([value[start:stop] for start, stop in ranges])
-        return chosen
+            return scored.gather(value.reshape(rows * length, *value.shape[2:]), group.tokens).unsqueeze(0)
+        # One entry per pair follows the chosen rows; one per row follows both ranges.
+        ranges = group.rows[:1] if value.shape[0] != rows else group.rows
+        return torch.cat([value[start:stop] for start, stop in ranges])
 
     def value(self) -> Tensor:
         return torch.stack(self._values).sum(0)
@@ -136,9 +135,11 @@ class ImmediateFunction(torch.autograd.Function):
         tiles = LossTiles(call)
         kept = walk.kept_hidden() if needs[0] else None
         factor = torch.zeros(hidden.shape[0], dtype=walk.precision.statistics, device=hidden.device)
-        total = WeightGradient(*walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
+        total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
         problem = walk.plan.problem
-        for group in group_units(walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units):
+        for group in group_units(
+            walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units
+        ):
             coefficients = _group(walk, group, tiles, kept, total)
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
         ctx.set_materialize_grads(False)
@@ -181,6 +182,8 @@ def _group(
         done += size
 
     coefficients = tiles.evaluate(group, state.statistics(walk.vocab_size))
+    if tiles.only_logprob:
+        coefficients = Coefficients(coefficients.factor * state.gradient_scale)
     for piece, rows, part in reversed(parts):
         gradient, hidden = buffer[: rows.stop - rows.start], walk.tile_hidden(piece)
         if rows.stop != group.count:

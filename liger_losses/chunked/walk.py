@@ -48,8 +48,8 @@ class WeightGradient:
     sum is kept relative to that, and `finish` multiplies it back in fp32.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, precision: Precision, *, weight: bool, bias: bool) -> None:
-        self._shape = (vocab_size, hidden_size)
+    def __init__(self, shape: torch.Size, precision: Precision, *, weight: bool, bias: bool) -> None:
+        self._shape = (shape[0], shape[1])
         self._precision = precision
         self._want_weight, self._want_bias = weight, bias
         self.weight: Tensor | None = None
@@ -168,14 +168,11 @@ class TileWalk:
         gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
     ) -> None:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
-        in_place = gradient is not None and self.precision.logits == gradient.dtype
-        step = max(1, hidden.shape[0]) if in_place else self.plan.logit_rows
-        for rows in _slices(hidden.shape[0], step):
-            out = None if gradient is None else gradient[rows]
-            logits = out if in_place else self._logits_buffer(rows.stop - rows.start)
-            assert logits is not None
+        for rows in _slices(hidden.shape[0], self.plan.logit_rows):
+            logits = self._logits_buffer(rows.stop - rows.start)
             matmul(hidden[rows], self.weight.t(), out=logits)
             part = state.narrow(rows.start, rows.stop - rows.start)
+            out = None if gradient is None else gradient[rows]
             fold_tile(logits, self.bias, target[rows], part, self.transform, emit=emit, out=out)
 
     def _logits_buffer(self, rows: int) -> Tensor:
@@ -199,14 +196,16 @@ class TileWalk:
             dlse=coefficients.dlse,
             transform=self.transform,
             out=tile,
-            holds_probability=True,
+            probability_scale=state.gradient_scale,
         )
 
     def hidden_product(self, gradient: Tensor, kept: Tensor, ranges: Ranges) -> None:
         """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""
         if gradient.shape[0] == 0:
             return
-        for piece, rows in zip(split_ranges(ranges, PRODUCT_ROWS), _slices(gradient.shape[0], PRODUCT_ROWS), strict=True):
+        for piece, rows in zip(
+            split_ranges(ranges, PRODUCT_ROWS), _slices(gradient.shape[0], PRODUCT_ROWS), strict=True
+        ):
             if self.scored.index is None and len(piece) == 1:
                 matmul(gradient[rows], self.weight, out=kept[slice(*piece[0])])
                 continue
@@ -217,6 +216,14 @@ class TileWalk:
         """Room for `G W` of every position; positions that are not scored stay zero."""
         make = torch.empty if self.scored.index is None else torch.zeros
         return make(self.hidden.shape, dtype=self.precision.compute, device=self.hidden.device)
+
+
+def _product_pieces(ranges: Ranges) -> list[Ranges]:
+    """Pieces of `PRODUCT_ROWS` tokens; the last takes what is left, up to twice as many."""
+    pieces = split_ranges(ranges, PRODUCT_ROWS)
+    if len(pieces) > 1 and sum(stop - start for start, stop in pieces[-1]) < PRODUCT_ROWS:
+        pieces[-2:] = [pieces[-2] + pieces[-1]]
+    return pieces
 
 
 def _slices(count: int, step: int) -> list[slice]:

@@ -31,7 +31,7 @@ def tile_gradient(
     transform: LogitTransform,
     out: Tensor,  # [rows, columns], may be `tile`
     first_column: int = 0,
-    holds_probability: bool = False,
+    probability_scale: Tensor | None = None,  # [rows]: the tile holds p up to this factor
 ) -> None:
     """Write the gradient of one tile to `out`, rounded once to its dtype."""
     if tile.shape[0] == 0:
@@ -41,7 +41,7 @@ def tile_gradient(
 
         tile_gradient_triton(
             tile, bias, target, lse, logprob, entropy, dlogprob, dentropy, dlse, transform, out, first_column,
-            holds_probability,
+            probability_scale,
         )  # fmt: skip
         return
 
@@ -52,8 +52,8 @@ def tile_gradient(
     for rows in row_slices(tile):
         is_target = columns == at(target, rows)
         slope: Tensor | float
-        if holds_probability:
-            p = tile[rows].to(lse.dtype)
+        if probability_scale is not None:
+            p = tile[rows].to(lse.dtype) * at(probability_scale, rows)
             p = torch.where(is_target, torch.exp(at(logprob, rows)), p)
             logp = torch.where(p > 0, torch.log(p), torch.zeros_like(p))
             slope = transform.slope_at(logp + at(lse, rows))

@@ -27,6 +27,7 @@ def _gradient_kernel(
     dlogprob_ptr,
     dentropy_ptr,
     dlse_ptr,
+    probability_scale_ptr,
     first_column,
     n_columns,
     scale,
@@ -52,6 +53,7 @@ def _gradient_kernel(
     is_target = offsets == tl.minimum(tl.maximum(local, -1), n_columns).to(tl.int32)
     if FROM_PROBABILITY:
         p = tl.load(row_ptr + offsets, mask=offsets < readable, other=0.0).to(tl.float32)
+        p *= tl.load(probability_scale_ptr + row)
         p = tl.where(is_target, tl.exp(tl.load(logprob_ptr + row)), p)
         logp = tl.where(p > 0, tl.log(tl.where(p > 0, p, 1.0)), 0.0)
         slope = scale * inv_t
@@ -89,7 +91,7 @@ def tile_gradient_triton(
     transform: LogitTransform,
     out: Tensor,
     first_column: int,
-    holds_probability: bool,
+    probability_scale: Tensor | None,
 ) -> None:
     block = _BLOCK if tile.is_cuda else 128
     with torch.cuda.device_of(tile):
@@ -106,6 +108,7 @@ def tile_gradient_triton(
             dlogprob,
             lse if dentropy is None else dentropy,
             lse if dlse is None else dlse,
+            lse if probability_scale is None else probability_scale,
             first_column,
             tile.shape[1],
             transform.scale,
@@ -116,7 +119,7 @@ def tile_gradient_triton(
             HAS_SOFTCAP=transform.softcap is not None,
             HAS_DENTROPY=dentropy is not None,
             HAS_DLSE=dlse is not None,
-            FROM_PROBABILITY=holds_probability,
+            FROM_PROBABILITY=probability_scale is not None,
             BLOCK=block,
             num_warps=8,
         )

@@ -1,13 +1,14 @@
 """Logits tile -> per-token statistics, and in the same visit the gradient of the log-probability (or the softmax).
 
 A row's statistics are folded into a running state, so that a tile may hold all of the vocabulary or a block of it. When
-the tile holds all of it, the row's `lse` is final at the end of the visit and the kernel reads the row a second time,
-from cache where it fits, to write one of:
+the tile holds all of it, the same visit also writes, up to a factor per row that is known when the row ends
+(`RowState.gradient_scale`), one of:
 
 - `Emit.GRADIENT`: `G_v = (1[v = y] - p_v) * dz_v/draw_v`, which does not depend on the loss;
 - `Emit.PROBABILITY`: `p_v`, from which the gradient of a loss with several coefficients is formed later.
 
-No tensor of shape `[rows, V]` other than the tile and `out` exists; `out` may be the tile itself.
+Each logit is read once and each entry written once; no tensor of shape `[rows, V]` exists but the tile and `out`. The
+factor costs nothing: whoever multiplies `G` scales rows anyway.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RowState:
 
     `sum_exp = sum e^(z - max)`, `weighted = sum e^(z - max) (z - max)`, `sum_sq = sum e^(2 (z - max))`: relative to the
     running maximum, so that large logits lose nothing. `target` is NaN until the target's column has been seen, which
-    makes a target out of range visible as a NaN log-probability.
+    makes a target out of range visible as a NaN log-probability. `gradient_scale * out` is what `emit` promises.
     """
 
     def __init__(self, rows: int, names: tuple[str, ...], *, device: torch.device, dtype: torch.dtype) -> None:
@@ -57,6 +58,7 @@ class RowState:
         self.sum_sq = full(0.0) if "log_sum_sq_prob" in names else None
         self.sum_logits = full(0.0) if "mean_logit" in names else None
         self.max_before_target = full(-math.inf) if "is_top1" in names else None
+        self.gradient_scale = full(1.0)
 
     @property
     def lse(self) -> Tensor:
@@ -99,9 +101,12 @@ def fold_tile(
     *,
     first_column: int = 0,
     emit: Emit = Emit.NOTHING,
-    out: Tensor | None = None,  # [rows, columns], may be `tile`
+    out: Tensor | None = None,  # [rows, columns], not `tile`
 ) -> None:
-    """Fold `tile` into `state`; with `emit`, also write `out` (the tile must then hold the whole vocabulary)."""
+    """Fold `tile` into `state`; with `emit`, also write `out` (the tile must then hold the whole vocabulary).
+
+    Rows of `out` that lie on 8-element boundaries may be written up to the boundary after their last column.
+    """
     if tile.shape[0] == 0:
         return
     if use_triton(tile):

@@ -13,8 +13,8 @@ from .transform import LogitTransform
 _BLOCK = 4096
 _WARPS = 8
 
-# A row is summed relative to the maximum of its first block. Where a later logit exceeds that by more, the row is summed
-# again relative to its true maximum: e^(2 * 40) is far from overflow, and 40 roundings of an fp32 are far from visible.
+# A row is summed relative to the maximum of its first block. Where a later logit exceeds that by more, the row is
+# summed again relative to its true maximum: e^(2 * 40) is far from overflow, 40 roundings of an fp32 far from visible.
 _HEADROOM = tl.constexpr(40.0)
 
 
@@ -74,9 +74,9 @@ def logits_and_slope(
 
 @triton.jit
 def _row_sums(
-    row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
+    row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
-    MEAN: tl.constexpr, TOP1: tl.constexpr, BLOCK: tl.constexpr,
+    MEAN: tl.constexpr, TOP1: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Sums per lane, relative to `reference`: nothing crosses the program until the row has been read.
     highest = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -87,11 +87,15 @@ def _row_sums(
     before = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, n_columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        z, _slope = logits_and_slope(
+        z, slope = logits_and_slope(
             row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
         )
         below = z - reference
         e = tl.exp(below)
+        if EMIT == 1:
+            tl.store(out_row + offsets, (e * slope).to(out_row.dtype.element_ty), mask=offsets < readable)
+        if EMIT == 2:
+            tl.store(out_row + offsets, e.to(out_row.dtype.element_ty), mask=offsets < readable)
         total += e
         highest = tl.maximum(highest, z)
         if ENTROPY:
@@ -127,6 +131,7 @@ def _fold_kernel(
     sum_sq_ptr,
     sum_logits_ptr,
     max_before_ptr,
+    gradient_scale_ptr,
     first_column,
     n_columns,
     scale,
@@ -140,6 +145,7 @@ def _fold_kernel(
     MEAN: tl.constexpr,
     TOP1: tl.constexpr,
     EMIT: tl.constexpr,
+    NORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # torch.compile hands Python floats over as fp64 on some versions; the arithmetic is fp32.
@@ -157,15 +163,19 @@ def _fold_kernel(
         row_ptr, bias_ptr, tl.arange(0, BLOCK), readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
     )
     reference = finite(tl.max(first, 0))
+    out_row = row_start(out_ptr, row, out_stride, ALIGNED)
+    # What is written is relative to `reference` too. fp16 has no room for that: there the row is written by a second
+    # visit, relative to its lse.
+    EARLY: tl.constexpr = 0 if NORMALISE else EMIT
     highest, total, weighted, squares, logits, before = _row_sums(
-        row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
-        HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, BLOCK,
+        row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
+        HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, EARLY, BLOCK,
     )  # fmt: skip
-    if highest - reference > _HEADROOM:
-        reference = highest
+    if (highest - reference > _HEADROOM) | (highest < reference):
+        reference = finite(highest)
         highest, total, weighted, squares, logits, before = _row_sums(
-            row_ptr, bias_ptr, reference, local, readable, n_columns, scale, softcap, inv_t,
-            HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, BLOCK,
+            row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
+            HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, EARLY, BLOCK,
         )  # fmt: skip
 
     old_max = tl.load(max_ptr + row)
@@ -188,27 +198,31 @@ def _fold_kernel(
         tl.store(sum_logits_ptr + row, tl.load(sum_logits_ptr + row) + logits)
     if TOP1:
         tl.store(max_before_ptr + row, tl.maximum(tl.load(max_before_ptr + row), before))
-    if (local >= 0) & (local < n_columns):
-        one = local + tl.arange(0, 1)
-        found, _found_slope = logits_and_slope(
-            row_ptr, bias_ptr, one, n_columns, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
-        )
+    one = tl.minimum(tl.maximum(local, 0), n_columns - 1) + tl.arange(0, 1)
+    found, found_slope = logits_and_slope(
+        row_ptr, bias_ptr, one, n_columns, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
+    )
+    in_tile = (local >= 0) & (local < n_columns)
+    if in_tile:
         tl.store(target_logit_ptr + row + tl.arange(0, 1), found)
 
     if EMIT != 0:
-        lse = m + tl.log(s)
-        out_row = row_start(out_ptr, row, out_stride, ALIGNED)
-        # `out` may be the tile: no thread may write before every thread has read the target's logit above.
-        tl.debug_barrier()
-        for start in range(0, n_columns, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            z, slope = logits_and_slope(
-                row_ptr, bias_ptr, offsets, readable, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
-            )
-            p = tl.exp(z - lse)
-            if EMIT == 1:
-                p = tl.where(offsets == local, 1.0 - p, -p) * slope
-            tl.store(out_row + offsets, p.to(out_ptr.dtype.element_ty), mask=offsets < readable)
+        if NORMALISE:
+            reference += tl.log(total)
+            _row_sums(
+                row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
+                HAS_BIAS, HAS_SOFTCAP, False, False, False, False, EMIT, BLOCK,
+            )  # fmt: skip
+            total = 1.0
+        if EMIT == 1:
+            # d logprob / draw = -(e - total [v = y]) slope / total: the target's entry is formed in fp32, rounded once.
+            tl.store(gradient_scale_ptr + row, -1.0 / total)
+            tl.debug_barrier()
+            if in_tile:
+                entry = (tl.exp(found - reference) - total) * found_slope
+                tl.store(out_row + one, entry.to(out_ptr.dtype.element_ty))
+        else:
+            tl.store(gradient_scale_ptr + row, 1.0 / total)
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -246,6 +260,7 @@ def fold_tile_triton(
             unused if state.sum_sq is None else state.sum_sq,
             unused if state.sum_logits is None else state.sum_logits,
             unused if state.max_before_target is None else state.max_before_target,
+            state.gradient_scale,
             first_column,
             tile.shape[1],
             transform.scale,
@@ -259,6 +274,7 @@ def fold_tile_triton(
             MEAN=state.sum_logits is not None,
             TOP1=state.max_before_target is not None,
             EMIT=int(emit),
+            NORMALISE=written.dtype == torch.float16,
             BLOCK=_BLOCK if tile.is_cuda else 128,
             num_warps=_WARPS,
         )
