@@ -153,8 +153,8 @@ def fused_linear_loss(
     """Any loss of per-token statistics, over a linear head, without the `[R, T, V]` logits.
 
     `loss` is an object that follows `liger_losses.chunked.Loss`: a function of statistics, and the smallest unit
-    whose contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, where N
-    counts scored tokens; the value and gradients are those of the same object called on unfused statistics.
+    whose contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, N
+    being the scored tokens; the value and gradients are those of the same object called on unfused statistics.
 
     Args:
         loss: see `liger_losses.chunked.Loss`.

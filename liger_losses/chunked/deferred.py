@@ -331,7 +331,7 @@ def token_statistics(
     needs_weight: bool,
     needs_bias: bool,
 ) -> list[Tensor]:
-    """Statistics of every position, then `lse`, row factor, `G W` and `G` for backward. `hidden` is `[P, H]`, `target` `[R, T]`."""
+    """Statistics of every position (`hidden` `[P, H]`, `target` `[R, T]`); `lse`, row factor, `G W`, `G` for backward."""
     options = CallOptions(
         statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
         memory_budget, needs_hidden, needs_weight, needs_bias,

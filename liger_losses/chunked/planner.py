@@ -176,7 +176,7 @@ def _allowed(p: Problem, strategy: str) -> str:
     if strategy == "immediate" and not p.immediate_allowed:
         raise ValueError(
             "strategy: got 'immediate', which needs a loss known while the tile is resident; expected 'cached', "
-            "'recompute' or 'frozen' for per-token statistics (fused_linear_loss has 'immediate', outside torch.compile)"
+            "'recompute' or 'frozen' for per-token statistics (fused_linear_loss has it, outside torch.compile)"
         )
     if strategy == "immediate" and p.separability == "batch":
         raise ValueError(

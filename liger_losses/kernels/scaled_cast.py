@@ -1,4 +1,4 @@
-"""`out = factor * rows`, computed in fp32 (fp64) and rounded to `out.dtype` once, without an intermediate of that size."""
+"""`factor * rows` in fp32 (fp64), rounded to the asked dtype once, without an intermediate of that size."""
 
 from __future__ import annotations
 
