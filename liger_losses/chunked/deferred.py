@@ -1,7 +1,7 @@
 """Statistics first, gradients when they are asked for: strategies `cached`, `recompute` and `frozen`.
 
-The whole walk is one custom operator with a fake, forward and backward, so that `torch.compile(fullgraph=True)` sees one
-node and traces whatever loss the caller computes from the statistics.
+The whole walk is one custom operator with a fake, forward and backward, so that `torch.compile(fullgraph=True)` sees
+one node and traces whatever loss the caller computes from the statistics.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, Emit, LogitTransform, matmul, tile_gradient
+from ..kernels import DIFFERENTIABLE, Emit, LogitTransform, matmul, scaled_cast, tile_gradient
 from .head import Precision
 from .planner import Problem, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens
-from .walk import TileWalk, WeightGradient, power_of_two_at_least, rescaled, scale_rows
+from .walk import TileWalk, WeightGradient, power_of_two_at_least
 
 
 def describe(
@@ -121,7 +121,7 @@ def backward(
     if needs[1] or needs[2]:
         factor = walk.scored.gather(at_rows, everything)
         weight, bias = _finished_product(walk, cache[:count], walk.tile_hidden(everything), factor, needs, dtypes)
-    hidden = scale_rows(kept, at_rows, dtypes[0]) if needs[0] else None
+    hidden = scaled_cast(kept, at_rows, dtypes[0]) if needs[0] else None
     return hidden, weight, bias
 
 
@@ -136,7 +136,7 @@ def _finished_product(
     """`dW` and `db` from one product over all tokens: rounded once, no running sum."""
     compute = walk.precision.compute
     if needs[1] and not needs[2] and compute == dtypes[1] and compute != torch.float16:
-        scaled = scale_rows(hidden, factor, compute)
+        scaled = scaled_cast(hidden, factor, compute)
         del hidden
         out = torch.empty(walk.weight.shape, dtype=compute, device=walk.hidden.device)
         return matmul(gradient.t(), scaled, out=out), None
@@ -159,8 +159,8 @@ def finish_weight_gradient(
     if unit is not None:
         scale = scale * unit
     return (
-        None if weight is None else rescaled(weight, scale, dtypes[1]),
-        None if bias is None else rescaled(bias.squeeze(-1), scale, dtypes[2]),
+        None if weight is None else scaled_cast(weight, scale, dtypes[1]),
+        None if bias is None else scaled_cast(bias.squeeze(-1), scale, dtypes[2]),
     )
 
 
@@ -187,8 +187,8 @@ def _backward_recompute(
     if compute == torch.float16 and count:
         unit = power_of_two_at_least(torch.cat([part for part in parts if part is not None]))
         parts = [None if part is None else part / unit for part in parts]
-    a, h, l = parts
-    assert a is not None
+    dlogprob, dentropy, dlse = parts
+    assert dlogprob is not None
     row_lse, row_entropy = walk.scored.gather(lse, everything), compact(entropy)
 
     d_hidden = torch.zeros(count, width, dtype=wide, device=device) if needs[0] else None
@@ -210,9 +210,9 @@ def _backward_recompute(
             lse=row_lse,
             logprob=row_lse,
             entropy=row_entropy,
-            dlogprob=a,
-            dentropy=h,
-            dlse=l,
+            dlogprob=dlogprob,
+            dentropy=dentropy,
+            dlse=dlse,
             transform=walk.transform,
             out=out,
             first_column=start,
@@ -304,7 +304,7 @@ class CallOptions:
         return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan)
 
 
-def _outside_autocast(device: torch.device) -> torch.autocast:
+def outside_autocast(device: torch.device) -> torch.autocast:
     # The walk has chosen its dtypes; under autocast a plain fp32 product would be made a bf16 one.
     return torch.autocast(device.type, enabled=False)
 
@@ -336,7 +336,7 @@ def token_statistics(
         statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
         memory_budget, needs_hidden, needs_weight, needs_bias,
     )  # fmt: skip
-    with _outside_autocast(hidden.device):
+    with outside_autocast(hidden.device):
         walk = options.walk(hidden, weight, bias, target, index, row_counts)
         rows = walk.scored.count if row_counts is not None else hidden.shape[0]
         values, *for_backward = forward(walk, options.names, options.needs, rows)
@@ -417,7 +417,7 @@ def token_statistics_backward(
         statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
         memory_budget, needs_hidden, needs_weight, needs_bias,
     )  # fmt: skip
-    with _outside_autocast(hidden.device):
+    with outside_autocast(hidden.device):
         walk = options.walk(hidden, weight, bias, target, index, row_counts)
         # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
         mask = walk.scored.mask.reshape(-1)

@@ -119,7 +119,7 @@ class Plan:
             f"gradients     {', '.join(grads) or 'none'}",
             f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
             f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
-            f"products      {self.gemms:.2f} of 2 N H V = {2 * p.tokens * p.hidden_size * p.vocab_size / 1e12:,.3f} TFLOP",
+            f"products      {self.gemms:.2f} of 2 N H V = {2e-12 * p.tokens * p.hidden_size * p.vocab_size:,.3f} TFLOP",
             f"workspace     {self.workspace / _MIB:,.1f} MiB predicted, {self.budget / _MIB:,.1f} MiB allowed",
         ]
         return "\n".join(lines)
@@ -128,8 +128,8 @@ class Plan:
 def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
-    With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB for
-    tiles. Without: 1.125 GiB, where larger tiles stop paying.
+    With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
+    for tiles. Without: 1.125 GiB, where larger tiles stop paying.
     """
     if not problem.weight_grad:
         return 1152 * _MIB
@@ -176,7 +176,7 @@ def _allowed(p: Problem, strategy: str) -> str:
     if strategy == "immediate" and not p.immediate_allowed:
         raise ValueError(
             "strategy: got 'immediate', which needs a loss known while the tile is resident; expected 'cached', "
-            "'recompute' or 'frozen' for per-token statistics (use fused_linear_loss for 'immediate', outside torch.compile)"
+            "'recompute' or 'frozen' for per-token statistics (fused_linear_loss has 'immediate', outside torch.compile)"
         )
     if strategy == "immediate" and p.separability == "batch":
         raise ValueError(

@@ -33,6 +33,7 @@ class ScoredTokens:
         self._target = rows
         self._mask = rows != ignore_index
         counts = self._mask.sum(-1)
+        self._on: dict[torch.device, ScoredOnDevice] = {}
         self._event: torch.cuda.Event | None = None
         if counts.is_cuda:
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
@@ -80,6 +81,11 @@ class ScoredTokens:
 
     def to(self, device: torch.device) -> ScoredOnDevice:
         """Targets, mask and the positions of scored tokens on `device`, without a synchronisation."""
+        if device not in self._on:
+            self._on[device] = self._move(device)
+        return self._on[device]
+
+    def _move(self, device: torch.device) -> ScoredOnDevice:
         counts = self.row_counts()
         target, mask = self._target, self._mask
         if target.device != device:
