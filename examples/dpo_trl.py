@@ -33,8 +33,9 @@ class RewardBar(ProgressCallback):
     """The training bar with the two numbers to watch, in place of every metric at every log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "rewards/margins" in logs:
-            shown = {"loss": "loss", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+        shown = {"loss": "loss", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+        # The last log sums up the run: it has no loss of a step.
+        if self.training_bar is not None and logs and logs.keys() >= set(shown.values()):
             self.training_bar.set_postfix({name: f"{float(logs[key]):.2f}" for name, key in shown.items()})
 
 
