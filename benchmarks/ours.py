@@ -1,4 +1,8 @@
-"""The rows of liger_losses. A new loss is one entry of `FUSED`."""
+"""The rows of liger_losses. A new loss is one entry of `FUSED`.
+
+Targets are handed over on the host, where a data loader leaves them: the library copies them itself, and then waits for
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ def _cross_entropy(inputs: Inputs, options: dict[str, Any]) -> Step:
     from liger_losses.chunked import fused_linear_loss
     from liger_losses.losses import CrossEntropyLoss
 
-    loss = CrossEntropyLoss()
-    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, inputs.target, **options)[0]
+    loss, target = CrossEntropyLoss(), inputs.target.cpu()
+    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, target, **options)[0]
 
 
 def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
@@ -28,7 +32,8 @@ def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
 
     module = LigerFusedLinearDPOLoss(beta=DPO_BETA, **options)
     reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
-    return lambda: module(inputs.weight, inputs.hidden, inputs.target, **reference)[0]
+    target = inputs.target.cpu()
+    return lambda: module(inputs.weight, inputs.hidden, target, **reference)[0]
 
 
 # By workload: what builds the step, and the separability under which the planner sees it.

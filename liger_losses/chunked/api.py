@@ -126,6 +126,8 @@ def linear_logprobs(
                          f"{STRATEGIES[1:]}")  # fmt: skip
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
+    if not wanted:
+        prepared.needs = (False, False, False)
     values = _deferred(prepared, transform, names, wanted, strategy, memory_budget)
     shaped = {
         name: (value if name in wanted else value.detach()).reshape(prepared.shape) for name, value in values.items()
@@ -373,7 +375,8 @@ def _run(
     if scored is None:
         target, index, counts = prepared.target_tensor(), None, None
     else:
-        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts)
+        # An operator's list argument may not be empty: no row is one row of nothing.
+        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts) or [0]
     outputs = token_statistics(
         prepared.hidden,
         prepared.weight,

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, Emit, LogitTransform, matmul, scaled_cast, tile_gradient
+from ..kernels import (
+    DIFFERENTIABLE,
+    Emit,
+    LogitTransform,
+    RowState,
+    fold_tile,
+    matmul,
+    scaled_cast,
+    tile_gradient,
+)
 from .head import Precision
 from .planner import Problem, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens
@@ -70,7 +79,10 @@ def forward(
         cache[count:].zero_()
     tile = walk.buffer(min(plan.tile_rows, count), walk.precision.compute) if emit and cache is None else None
     state = walk.state(count, names)
-    for ranges in _tile_ranges(count, plan.tile_rows):
+    by_columns = not emit and 0 < plan.forward_columns < walk.vocab_size
+    if by_columns:
+        _fold_columns(walk, state)
+    for ranges in [] if by_columns else _tile_ranges(count, plan.tile_rows):
         start, stop = ranges[0]
         gradient = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
         part = state.narrow(start, stop - start)
@@ -94,6 +106,18 @@ def forward(
         kept,
         _nothing(walk) if cache is None else cache,
     )
+
+
+def _fold_columns(walk: TileWalk, state: RowState) -> None:
+    """All tokens over one block of the vocabulary after the other."""
+    everything, step = ((0, walk.scored.count),), walk.plan.forward_columns
+    hidden, target = walk.tile_hidden(everything), walk.tile_target(everything)
+    buffer = torch.empty(walk.scored.count, step, dtype=walk.precision.logits, device=walk.hidden.device)
+    for start in range(0, walk.vocab_size, step):
+        block = slice(start, min(start + step, walk.vocab_size))
+        logits = matmul(hidden, walk.weight[block].t(), out=buffer[:, : block.stop - block.start])
+        bias = None if walk.bias is None else walk.bias[block]
+        fold_tile(logits, bias, target, state, walk.transform, first_column=start)
 
 
 def _nothing(walk: TileWalk) -> Tensor:

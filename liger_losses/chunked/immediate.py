@@ -83,7 +83,9 @@ class LossTiles:
             return walk.scored.gather(full, group.tokens)
 
         like = next(iter(statistics.values())).to(walk.precision.statistics)
-        return Coefficients.of(compact("logprob"), compact("entropy"), compact("lse"), like)
+        return Coefficients.of(
+            compact("logprob"), compact("entropy"), compact("lse"), like, only_logprob=self.only_logprob
+        )
 
     def _positions(self, group: UnitGroup) -> Ranges:
         length = self._call.walk.scored.mask.shape[1]
@@ -92,7 +94,8 @@ class LossTiles:
     def _rows(self, full: Tensor, group: UnitGroup) -> Tensor:
         """The group's rows `[r, T]` out of `[R * T]`."""
         length = self._call.walk.scored.mask.shape[1]
-        return torch.cat([full[start:stop].view(-1, length) for start, stop in self._positions(group)])
+        rows = sum(stop - start for start, stop in group.rows)
+        return torch.cat([full[start:stop] for start, stop in self._positions(group)]).view(rows, length)
 
     def _inputs(self, group: UnitGroup) -> dict[str, Tensor]:
         return {name: self._input(value, group) for name, value in self._call.inputs.items()}

@@ -23,6 +23,13 @@ _MIB = 1 << 20
 # faster than 8,192 in one piece, and fewer leave processors idle.
 PRODUCT_ROWS = 2048
 
+# Rows projected at a time, at most: their logits pass through memory once.
+_MOST_LOGIT_ROWS = 1024
+
+# Vocabulary columns a block: at most, and at least where blocks are a choice.
+_MOST_COLUMNS = 8192
+_LEAST_COLUMNS = 1024
+
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
@@ -96,6 +103,7 @@ class Plan:
     workspace: int  # bytes
     budget: int  # bytes
     groups: int = 1
+    forward_columns: int = 0  # columns a tile of a walk without gradients; 0 or all of them: whole rows
 
     @property
     def predicted_peak(self) -> int:
@@ -145,7 +153,9 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
         raise TypeError(f"memory_budget: got {memory_budget!r}, expected a number of bytes as an int")
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0")
-    names = _candidates(problem) if strategy == "auto" else [_allowed(problem, strategy)]
+    # Without gradients (an evaluation of a module that names a strategy) every strategy is the same walk.
+    free = strategy == "auto" or not problem.any_grad
+    names = _candidates(problem) if free else [_allowed(problem, strategy)]
     budget = default_budget(problem) if memory_budget is None else memory_budget
     plans = [_BUILDERS[name](problem, budget) for name in names]
     fitting = [plan for plan in plans if plan.workspace <= budget]
@@ -214,9 +224,9 @@ def _round_rows(rows: int, p: Problem) -> int:
 
 
 def _logit_rows(p: Problem, budget: int) -> int:
-    """Rows projected at a time: 1,024 unless they are too dear."""
+    """Rows projected at a time in a tile that has more: 1,024 unless they are too dear."""
     per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(1024, budget // 2 // per_row), p)
+    return _round_rows(min(_MOST_LOGIT_ROWS, budget // 2 // per_row), p)
 
 
 def _weight_copy(p: Problem) -> int:
@@ -245,12 +255,35 @@ def _largest(fits: Callable[[int], int], budget: int, p: Problem) -> int:
     return low * ROW_BLOCK
 
 
+def _compact_bytes(p: Problem) -> int:
+    """A copy of the scored hidden states, where they are not simply all of them."""
+    return 0 if p.tokens == p.positions else p.tokens * p.hidden_size * p.compute_bytes
+
+
+def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
+    """Rows a tile, columns a tile, and workspace, of a walk without gradients: the logits buffer is the tile.
+
+    Whole rows while at least `_MOST_LOGIT_ROWS` of them fit; with less memory all tokens over a block of the vocabulary,
+    because a product over few rows reads the weight for little arithmetic.
+    """
+
+    def rows_bytes(rows: int) -> int:
+        return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
+
+    rows = min(_MOST_LOGIT_ROWS, _largest(rows_bytes, budget, p))
+    if rows < min(_MOST_LOGIT_ROWS, p.tokens):
+        fixed = _compact_bytes(p) + _weight_copy(p)
+        columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
+        if _LEAST_COLUMNS <= columns < p.vocab_size:
+            return p.tokens, columns, fixed + columns * p.tokens * p.logits_bytes
+    return rows, p.vocab_size, rows_bytes(rows)
+
+
 def _plan_frozen(p: Problem, budget: int) -> Plan:
-    logit_rows = _logit_rows(p, budget)
     if not p.any_grad:
-        # Statistics alone: the logits buffer is the tile.
-        workspace = logit_rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
-        return Plan(p, "frozen", logit_rows, logit_rows, p.vocab_size, 1.0, workspace, budget)
+        rows, columns, workspace = _statistics_alone(p, budget)
+        return Plan(p, "frozen", rows, rows, p.vocab_size, 1.0, workspace, budget, forward_columns=columns)
+    logit_rows = _logit_rows(p, budget)
 
     def workspace_of(rows: int) -> int:
         forward = p.hidden_bytes + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
@@ -263,18 +296,21 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
 
 
 def _plan_cached(p: Problem, budget: int) -> Plan:
-    logit_rows = _logit_rows(p, budget)
     cache = p.tokens * p.padded_vocab * p.compute_bytes
     kept = p.hidden_grad * p.hidden_bytes
     scaled = p.weight_grad * (1 + (_tile_copies(p) > 1)) * p.tokens * p.hidden_size * p.compute_bytes
     rows = _round_rows(min(PRODUCT_ROWS, p.tokens), p)
-    tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
-    forward = kept + cache + tile + _weight_copy(p)
     wide = p.weight_grad * p.wide_weight_sum * p.vocab_size * p.hidden_size * p.statistics_bytes
-    backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
-    workspace = max(forward, backward) - p.returned_bytes
+
+    def workspace_of(logit_rows: int) -> int:
+        tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
+        forward = kept + cache + tile + _weight_copy(p)
+        backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
+        return max(forward, backward) - p.returned_bytes
+
+    logit_rows = min(_MOST_LOGIT_ROWS, _largest(workspace_of, budget, p))
     gemms = 1.0 + p.hidden_grad + p.weight_grad
-    return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace, budget)
+    return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace_of(logit_rows), budget)
 
 
 def _plan_immediate(p: Problem, budget: int) -> Plan:
@@ -304,28 +340,28 @@ def _streamed(count: int, rows: int) -> int:
 
 
 def _rows_or_one(p: Problem) -> tuple[int, ...]:
-    return p.row_counts or (p.tokens,)
+    return p.row_counts or ((p.tokens,) if p.tokens else ())
 
 
 def _plan_recompute(p: Problem, budget: int) -> Plan:
-    compact = 0 if p.tokens == p.positions else p.tokens * p.hidden_size * p.compute_bytes
+    compact = _compact_bytes(p)
     accumulator = p.hidden_grad * p.tokens * p.hidden_size * p.statistics_bytes
     per_column = max(p.tokens, 1) * (p.logits_bytes + (0 if p.in_place else p.compute_bytes))
-    logit_rows = _logit_rows(p, budget)
+    rows, forward_columns, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
-        rows_forward = logit_rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes)
         block = columns * per_column
         walking = compact + accumulator + block + p.returned_weight + _weight_copy(p)
         finishing = accumulator + p.returned_bytes
-        return max(rows_forward + _weight_copy(p), walking - p.returned_bytes, finishing - p.returned_bytes)
+        return max(forward, walking - p.returned_bytes, finishing - p.returned_bytes)
 
-    most = min(8192, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
+    most = min(_MOST_COLUMNS, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
     columns = most
     while columns > VOCAB_BLOCK and workspace_of(columns) > budget:
         columns -= VOCAB_BLOCK
     gemms = 2.0 + p.hidden_grad + p.weight_grad
-    return Plan(p, "recompute", logit_rows, logit_rows, columns, gemms, workspace_of(columns), budget)
+    workspace = workspace_of(columns)
+    return Plan(p, "recompute", rows, rows, columns, gemms, workspace, budget, forward_columns=forward_columns)
 
 
 _BUILDERS: dict[str, Callable[[Problem, int], Plan]] = {
@@ -369,7 +405,11 @@ def plan(
     for name, value in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected >= 1")
+    if logits_dtype not in ("float32", "input"):
+        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
     counts = (tokens,) if scored is None else ((scored,) if isinstance(scored, int) else tuple(scored))
+    if min(counts, default=0) < 0:
+        raise ValueError(f"scored: got {min(counts)}, expected counts >= 0")
     if sum(counts) > tokens:
         raise ValueError(f"scored: got {sum(counts)}, more than tokens={tokens}")
     if separability == "pair" and len(counts) % 2:

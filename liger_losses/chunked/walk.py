@@ -27,12 +27,22 @@ class Coefficients:
     dlse: Tensor | None = None
 
     @classmethod
-    def of(cls, dlogprob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, like: Tensor) -> Coefficients:
-        if dentropy is None and dlse is None:
+    def of(
+        cls,
+        dlogprob: Tensor | None,
+        dentropy: Tensor | None,
+        dlse: Tensor | None,
+        like: Tensor,
+        *,
+        only_logprob: bool,  # the tile holds G; otherwise it holds p, also where the other two turn out to be None
+    ) -> Coefficients:
+        if only_logprob:
             return cls(torch.zeros_like(like) if dlogprob is None else dlogprob)
-        parts = torch.stack([torch.zeros_like(like) if g is None else g for g in (dlogprob, dentropy, dlse)])
+        given = (dlogprob, dentropy, dlse)
+        parts = torch.stack([torch.zeros_like(like) if part is None else part for part in given])
         size = parts.abs().amax(0)
-        return cls(size, *(parts / torch.where(size == 0, torch.ones_like(size), size)))
+        relative = parts / torch.where(size == 0, torch.ones_like(size), size)
+        return cls(size, relative[0], *(None if part is None else relative[i] for i, part in enumerate(given) if i))
 
     def rows(self, rows: slice) -> Coefficients:
         """Those of some of the tokens."""

@@ -18,10 +18,11 @@ class LogitTransform:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        # Comparisons, which NaN fails: they trace where torch.compile makes numbers symbolic, math.isfinite does not.
         for name, value in (("temperature", self.temperature), ("softcap", self.softcap)):
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}: got {value}, expected a finite number > 0")
-        if not math.isfinite(self.scale):
+        if not -math.inf < self.scale < math.inf:
             raise ValueError(f"logit_scale: got {self.scale}, expected a finite number")
 
     @property

@@ -1,0 +1,141 @@
+"""The planner: a function of shapes and bytes, that says what it does and keeps to it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_losses.chunked import plan
+from liger_losses.chunked.planner import ROW_BLOCK, STRATEGIES
+
+LARGE: dict[str, Any] = {"tokens": 8192, "hidden_size": 4096, "vocab_size": 128_256, "separability": "pair",
+                         "scored": (4096, 4096)}  # fmt: skip
+
+shapes = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(1, 20_000),
+        "hidden_size": st.integers(1, 5000),
+        "vocab_size": st.integers(1, 160_000),
+        "dtype": st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+        "logits_dtype": st.sampled_from(["float32", "input"]),
+        "separability": st.sampled_from(["token", "sequence", "pair"]),
+        "trainable_hidden": st.booleans(),
+    }
+)
+
+
+def rows_of(shape: dict[str, Any]) -> dict[str, Any]:
+    """Two rows of scored tokens, some of the tokens ignored."""
+    half = shape["tokens"] // 2
+    return {**shape, "scored": (half, half // 3)}
+
+
+def test_what_a_large_call_does() -> None:
+    found = plan(**LARGE)
+    text = found.explain()
+    assert text.startswith(f"strategy      {found.strategy}:")
+    for expected in ("8,192 of 8,192", "H 4,096", "V 128,256", "separable by pair", "hidden, weight", "32-bit logits",
+                     "16-bit products", f"{found.workspace / 2**20:,.1f} MiB predicted"):  # fmt: skip
+        assert expected in text
+    assert found.gemms >= 3
+    assert found.predicted_peak == found.workspace
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_explains_itself(strategy: str) -> None:
+    found = plan(**LARGE, strategy=strategy, trainable_head=strategy != "frozen")
+    assert f"strategy      {strategy}:" in found.explain()
+
+
+def test_a_frozen_head_takes_two_products_and_no_accumulator() -> None:
+    found = plan(**LARGE, trainable_head=False)
+    assert (found.strategy, found.gemms) == ("frozen", 2)
+    assert found.workspace < 128_256 * 4096 * 4
+
+
+def test_an_evaluation_takes_one_product() -> None:
+    assert plan(**LARGE, trainable_head=False, trainable_hidden=False).gemms == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, head=st.booleans())
+def test_the_same_shapes_give_the_same_plan(shape: dict[str, Any], head: bool) -> None:
+    assert plan(**rows_of(shape), trainable_head=head) == plan(**rows_of(shape), trainable_head=head)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes, head=st.booleans(), strategy=st.sampled_from(["auto", *STRATEGIES]), budget=st.integers(1, 2**34))
+def test_a_plan_fits_its_budget_or_names_the_bytes_that_would(
+    shape: dict[str, Any], head: bool, strategy: str, budget: int
+) -> None:
+    call = {**rows_of(shape), "trainable_head": head and strategy != "frozen", "strategy": strategy}
+    try:
+        found = plan(**call, memory_budget=budget)
+    except ValueError as error:
+        needed = re.search(r"memory_budget: got [\d,]+ bytes.*needs at least ([\d,]+) bytes", str(error))
+        assert needed is not None, error
+        found = plan(**call, memory_budget=int(needed[1].replace(",", "")))
+        budget = found.budget
+    assert 0 <= found.workspace <= budget
+    assert found.tile_rows % ROW_BLOCK == 0
+    assert found.logit_rows % ROW_BLOCK == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, strategy=st.sampled_from(["immediate", "cached", "recompute"]))
+def test_more_bytes_never_mean_more_products(shape: dict[str, Any], strategy: str) -> None:
+    products = []
+    for budget in (2**28, 2**30, 2**32, 2**34, 2**36):
+        try:
+            products.append(plan(**rows_of(shape), strategy=strategy, memory_budget=budget).gemms)
+        except ValueError:
+            assert not products  # once it fits, it fits
+    assert products == sorted(products, reverse=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_tokens_never_take_less_workspace(strategy: str) -> None:
+    sizes = [
+        plan(tokens=tokens, hidden_size=512, vocab_size=32_000, strategy=strategy, trainable_head=strategy != "frozen",
+             memory_budget=2**36).workspace
+        for tokens in (1, 100, 129, 1000, 5000, 20_000)
+    ]  # fmt: skip
+    assert sizes == sorted(sizes)
+
+
+def test_a_small_budget_changes_the_strategy() -> None:
+    """Less than the accumulator and the cache leave one way."""
+    assert plan(**LARGE, memory_budget=600 << 20).strategy == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 0}, "tokens: got 0, expected >= 1"),
+        ({"hidden_size": -1}, "hidden_size: got -1"),
+        ({"vocab_size": 0}, "vocab_size: got 0"),
+        ({"separability": "word"}, "separability: got 'word'"),
+        ({"scored": (9000,)}, "scored: got 9000, more than tokens=8192"),
+        ({"scored": (1, 2, 3)}, "scored: got 3 rows for pairs, expected an even number"),
+        ({"scored": (-1, 3)}, "scored: got -1"),
+        ({"strategy": "fast"}, "strategy: got 'fast', expected 'auto' or one of"),
+        ({"strategy": "frozen"}, "strategy: got 'frozen', but weight or bias requires a gradient"),
+        ({"strategy": "immediate", "separability": "batch"}, "strategy: got 'immediate'"),
+        ({"logits_dtype": "bfloat16"}, "logits_dtype: got 'bfloat16', expected 'float32' or 'input'"),
+        ({"memory_budget": 0}, "memory_budget: got 0"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(**{**LARGE, **change})
+
+
+@pytest.mark.parametrize("budget", [1e9, True, "1G"])
+def test_a_budget_is_an_int(budget: object) -> None:
+    with pytest.raises(TypeError, match="memory_budget: got"):
+        plan(**LARGE, memory_budget=budget)
