@@ -62,13 +62,17 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same rounded values, as leaves of another dtype."""
+        bias = None if self.bias is None else leaf_of(self.bias, dtype)
+        return replace(self, hidden=leaf_of(self.hidden, dtype), weight=leaf_of(self.weight, dtype), bias=bias)
 
-        def convert(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+    def rounded(self, dtype: torch.dtype | None = None) -> Case:
+        """What products in `dtype` (the lower of the two) see: the bias is added to wide logits as it is."""
+        dtype = dtype or self.compute
+        return replace(self, hidden=leaf_of(self.hidden, dtype), weight=leaf_of(self.weight, dtype))
 
-        return replace(self, hidden=convert(self.hidden), weight=convert(self.weight), bias=convert(self.bias))
+
+def leaf_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def make_case(
@@ -156,7 +160,7 @@ def check_close(
 def check_statistics(got: Mapping[str, Tensor], case: Case, *, logits: torch.dtype | None = None) -> None:
     """Statistics against fp64. Logits are fp32 (fp64 for fp64) unless `logits` says otherwise."""
     wide = torch.float64 if case.compute == torch.float64 else torch.float32
-    rounded = case.to(case.compute)  # products see both tensors in the lower dtype
+    rounded = case.rounded()
     exact, naive = unfused(rounded.to(torch.float64)), unfused(rounded.to(logits or wide))
     scale = max(largest(exact["lse"]), largest(exact["mean_logit"]), largest(exact["logprob"]))
     for name, value in got.items():
@@ -235,7 +239,7 @@ def check_loss(got: tuple[Tensor, Mapping[str, Tensor]], loss: Any, case: Case, 
     value, metrics = got
     wide = torch.float64 if case.compute == torch.float64 else torch.float32
     assert value.dtype == wide
-    rounded = case.to(case.compute)  # products see both tensors in the lower dtype; logits and loss are wide
+    rounded = case.rounded()
     exact, exact_metrics = unfused_loss(loss, rounded.to(torch.float64), inputs)
     naive, naive_metrics = unfused_loss(loss, rounded.to(wide), inputs)
     size = float(case.mask.sum().clamp_min(1))  # of a sum over tokens of terms of order one
@@ -250,4 +254,4 @@ def check_loss(got: tuple[Tensor, Mapping[str, Tensor]], loss: Any, case: Case, 
         return torch.autograd.grad(2.5 * unfused_loss(loss, of, inputs)[0], of.leaves)
 
     found = torch.autograd.grad(2.5 * value, case.leaves, retain_graph=True)
-    check_gradients(found, gradients(case.to(torch.float64)), gradients(rounded), case)
+    check_gradients(found, gradients(case.to(torch.float64)), gradients(case.to(case.compute)), case)
