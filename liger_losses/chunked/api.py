@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import DIFFERENTIABLE, LogitTransform
-from .deferred import describe, forward, outside_autocast, token_statistics
+from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import Loss, check_loss, check_statistics, differentiable_statistics
+from .operators import token_statistics
 from .planner import STRATEGIES, Plan, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_target
 from .walk import TileWalk

@@ -23,8 +23,9 @@ _MIB = 1 << 20
 # faster than 8,192 in one piece, and fewer leave processors idle.
 PRODUCT_ROWS = 2048
 
-# Rows projected at a time, at most: their logits pass through memory once.
-_MOST_LOGIT_ROWS = 1024
+# Rows projected at a time, at most: more do not make the product faster. Where the logits compete with a gradient tile
+# for one budget, half of that: the second thousand rows gain 2 %, a tile that holds one unit more gains more.
+_MOST_LOGIT_ROWS = 2048
 
 # Vocabulary columns a block: at most, and at least where blocks are a choice.
 _MOST_COLUMNS = 8192
@@ -223,10 +224,10 @@ def _round_rows(rows: int, p: Problem) -> int:
     return max(ROW_BLOCK, min(rows // ROW_BLOCK * ROW_BLOCK, needed))
 
 
-def _logit_rows(p: Problem, budget: int) -> int:
-    """Rows projected at a time in a tile that has more: 1,024 unless they are too dear."""
+def _logit_rows(p: Problem, budget: int, most: int) -> int:
+    """Rows projected at a time in a tile that has more: `most` unless they are too dear."""
     per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(_MOST_LOGIT_ROWS, budget // 2 // per_row), p)
+    return _round_rows(min(most, budget // 2 // per_row), p)
 
 
 def _weight_copy(p: Problem) -> int:
@@ -263,7 +264,7 @@ def _compact_bytes(p: Problem) -> int:
 def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile, and workspace, of a walk without gradients: the logits buffer is the tile.
 
-    Whole rows while at least `_MOST_LOGIT_ROWS` of them fit; with less memory all tokens over a block of the vocabulary,
+    Whole rows while at least a thousand of them fit; with less memory all tokens over a block of the vocabulary,
     because a product over few rows reads the weight for little arithmetic.
     """
 
@@ -271,11 +272,11 @@ def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
         return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
 
     rows = min(_MOST_LOGIT_ROWS, _largest(rows_bytes, budget, p))
-    if rows < min(_MOST_LOGIT_ROWS, p.tokens):
+    if rows < min(_MOST_LOGIT_ROWS // 2, p.tokens):
         fixed = _compact_bytes(p) + _weight_copy(p)
         columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
         if _LEAST_COLUMNS <= columns < p.vocab_size:
-            return p.tokens, columns, fixed + columns * p.tokens * p.logits_bytes
+            return -(-p.tokens // ROW_BLOCK) * ROW_BLOCK, columns, fixed + columns * p.tokens * p.logits_bytes
     return rows, p.vocab_size, rows_bytes(rows)
 
 
@@ -283,7 +284,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
     if not p.any_grad:
         rows, columns, workspace = _statistics_alone(p, budget)
         return Plan(p, "frozen", rows, rows, p.vocab_size, 1.0, workspace, budget, forward_columns=columns)
-    logit_rows = _logit_rows(p, budget)
+    logit_rows = _logit_rows(p, budget, _MOST_LOGIT_ROWS)
 
     def workspace_of(rows: int) -> int:
         forward = p.hidden_bytes + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
@@ -314,9 +315,16 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
 
 
 def _plan_immediate(p: Problem, budget: int) -> Plan:
+    # Logits and gradient tile share the budget: fewer rows projected at a time where that lets a unit stay whole.
+    most = _logit_rows(p, budget, _MOST_LOGIT_ROWS // 2)
+    rows = [most >> halvings for halvings in range(3) if most >> halvings >= ROW_BLOCK] or [most]
+    plans = [_immediate_with(p, budget, -(-r // ROW_BLOCK) * ROW_BLOCK) for r in rows]
+    return min(plans, key=lambda plan: (plan.workspace > budget, _cost(plan)))
+
+
+def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     accumulator = p.weight_grad * p.vocab_size * p.hidden_size * p.statistics_bytes
     kept = p.hidden_grad * p.hidden_bytes
-    logit_rows = _logit_rows(p, budget)
 
     def workspace_of(rows: int) -> int:
         forward = accumulator + kept + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
@@ -329,9 +337,8 @@ def _plan_immediate(p: Problem, budget: int) -> Plan:
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
     gemms = 1.0 + p.hidden_grad + p.weight_grad + again / max(1, p.tokens)
-    return Plan(
-        p, "immediate", rows, min(rows, logit_rows), p.vocab_size, gemms, workspace_of(rows), budget, len(groups)
-    )
+    logit_rows = min(rows, logit_rows)
+    return Plan(p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace_of(rows), budget, len(groups))
 
 
 def _streamed(count: int, rows: int) -> int:

@@ -8,7 +8,17 @@ from torch import Tensor
 
 from liger_losses.chunked import fused_linear_loss, linear_logprobs
 
-from ..oracle import Case, ToyLoss, check_gradients, check_loss, check_statistics, make_case, send_back, unfused, upstream
+from ..oracle import (
+    Case,
+    ToyLoss,
+    check_gradients,
+    check_loss,
+    check_statistics,
+    make_case,
+    send_back,
+    unfused,
+    upstream,
+)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAMES = ("logprob", "mean_logit")

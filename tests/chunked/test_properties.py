@@ -72,7 +72,9 @@ def test_the_order_of_pairs_does_not_matter(case: Case, seed: int, strategy: str
     rows = torch.cat([order, pairs + order])
     loss = ToyLoss("pair", ("logprob", "mean_logit"))
     plain = outcome(case, loss, strategy=strategy)
-    shuffled = Case(case.hidden.detach()[rows].requires_grad_(), case.weight, case.bias, case.target[rows], case.options)
+    shuffled = Case(
+        case.hidden.detach()[rows].requires_grad_(), case.weight, case.bias, case.target[rows], case.options
+    )
     value, units, score, hidden, *rest = outcome(shuffled, loss, strategy=strategy)
     torch.testing.assert_close([value, score, *rest], [plain[0], plain[2], *plain[4:]])
     torch.testing.assert_close(units, plain[1][order])
@@ -106,7 +108,9 @@ def test_neither_the_budget_nor_the_units_a_tile_matter(
     power=st.integers(-8, 16),
     strategy=st.sampled_from(["immediate", "cached", "recompute"]),
 )
-def test_a_power_of_two_scales_every_gradient_exactly(case: Case, dtype: torch.dtype, power: int, strategy: str) -> None:
+def test_a_power_of_two_scales_every_gradient_exactly(
+    case: Case, dtype: torch.dtype, power: int, strategy: str
+) -> None:
     case = case.to(dtype)
     value, _ = fused_linear_loss(ToyLoss("pair"), *case.head, strategy=strategy, **case.options)
     plain = torch.autograd.grad(value, case.leaves, retain_graph=True)
