@@ -1,4 +1,8 @@
-"""The rows of liger_losses. A new loss is one entry of `FUSED`."""
+"""The rows of liger_losses. A new loss is one entry of `FUSED`.
+
+Targets are handed over on the host, where a data loader leaves them: the library copies them itself, and then waits for
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ def _cross_entropy(inputs: Inputs, options: dict[str, Any]) -> Step:
     from liger_losses.chunked import fused_linear_loss
     from liger_losses.losses import CrossEntropyLoss
 
-    loss = CrossEntropyLoss()
-    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, inputs.target, **options)[0]
+    loss, target = CrossEntropyLoss(), inputs.target.cpu()
+    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, target, **options)[0]
 
 
 def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
@@ -28,7 +32,8 @@ def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
 
     module = LigerFusedLinearDPOLoss(beta=DPO_BETA, **options)
     reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
-    return lambda: module(inputs.weight, inputs.hidden, inputs.target, **reference)[0]
+    target = inputs.target.cpu()
+    return lambda: module(inputs.weight, inputs.hidden, target, **reference)[0]
 
 
 # By workload: what builds the step, and the separability under which the planner sees it.
@@ -76,11 +81,16 @@ def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
 
 
+_SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does(*FUSED, frozen=False)}
+
 OURS = (
     _row("ours (fp32 logits)", {"logits_dtype": "float32"}),
     _row("ours (bf16 logits)", {"logits_dtype": "input"}),
     # A frozen head has no [V, H] accumulator to save: its default already is the small one.
-    _row("ours (min memory)", {"strategy": "recompute"}, budget=minimum_budget, applies=does(*FUSED, frozen=False)),
+    _row("ours (cached, fp32)", {"strategy": "cached"}, applies=does("dpo", frozen=False)),
+    _row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=does("dpo", frozen=False)),
+    _row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
+    _row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
 )
 
 # Peers first: the memory budget of the last row is a share of what TRL was measured to need.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read at the profiler's first start; it reports each start on stderr
 from torch.profiler import ProfilerActivity, profile
 
 

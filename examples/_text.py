@@ -21,7 +21,7 @@ PAIRS_ARE = "constructed from text: chosen = the real continuation, rejected = t
 
 
 def paragraphs() -> tuple[list[str], list[str]]:
-    """Prose paragraphs of the language reference for training, and those of every tenth topic held out."""
+    """Prose paragraphs of the language reference for training, and those of every fifth topic held out."""
     training, held_out, seen = [], [], set()
     for number, name in enumerate(sorted(topics)):
         for block in topics[name].split("\n\n"):
@@ -30,7 +30,7 @@ def paragraphs() -> tuple[list[str], list[str]]:
             # A paragraph may stand under several topics: the first one has it, so none is on both sides.
             if prose and len(text.split()) >= 16 and text not in seen:
                 seen.add(text)
-                (held_out if number % 10 == 9 else training).append(text)
+                (held_out if number % 5 == 4 else training).append(text)
     return training, held_out
 
 

@@ -12,20 +12,31 @@ from __future__ import annotations
 
 import argparse
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from _measure import median_ms, peak_bytes
 from _text import PAIRS_ARE, paragraphs, preference_pairs, train_tokenizer, warm_model
-from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer
+from datasets import Dataset, disable_progress_bars, load_dataset
+from transformers import AutoTokenizer, ProgressCallback
 from trl import DPOConfig, DPOTrainer
 
 from liger_losses import linear_logprobs
 from liger_losses.integrations.trl import fuse_trainer
 
 MIB = 2**20
+
+
+class RewardBar(ProgressCallback):
+    """The training bar with the two numbers to watch, in place of every metric at every log."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        shown = {"loss": "loss", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+        # The last log sums up the run: it has no loss of a step.
+        if self.training_bar is not None and logs and logs.keys() >= set(shown.values()):
+            self.training_bar.set_postfix({name: f"{float(logs[key]):.2f}" for name, key in shown.items()})
 
 
 def build_trainer(args: argparse.Namespace, device: str) -> DPOTrainer:
@@ -41,6 +52,7 @@ def build_trainer(args: argparse.Namespace, device: str) -> DPOTrainer:
         "max_length": 256 if args.model is None else 1024,
         "bf16": device == "cuda",
         "gradient_checkpointing": args.model is not None,
+        "dataloader_pin_memory": device == "cuda",
         "report_to": "none",
         "save_strategy": "no",
         "seed": args.seed,
@@ -97,10 +109,8 @@ def measure_head(trainer: DPOTrainer, device: str) -> dict[str, tuple[float, flo
     print(
         f"head: {target.numel()} tokens, {scored} of them scored, hidden {hidden.shape[-1]}, vocabulary {len(weight)}"
     )
-    return {
-        name: (peak_bytes(function, device) / MIB, median_ms(function, device))
-        for name, function in (("full logits", full), ("fused", fused))
-    }
+    ways = {"full logits": full, "fused": fused}
+    return {name: (peak_bytes(way, device) / MIB, median_ms(way, device)) for name, way in ways.items()}
 
 
 def draw(history: list[dict[str, float]], head: dict[str, tuple[float, float]], path: Path, title: str) -> None:
@@ -150,8 +160,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="model on the hub or a folder (default: a small Llama made here)")
     parser.add_argument("--dataset", help="preference data set on the hub (with --model)")
-    parser.add_argument("--steps", type=int, default=90, help="DPO steps")
-    parser.add_argument("--warm-up", type=int, default=240, help="steps of next-token training before DPO")
+    parser.add_argument("--steps", type=int, default=75, help="DPO steps")
+    parser.add_argument("--warm-up", type=int, default=180, help="steps of next-token training before DPO")
     parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
     parser.add_argument("--held-out", type=int, default=64, help="pairs to evaluate on")
     parser.add_argument("--output", type=Path, default=Path("outputs/dpo_trl"))
@@ -162,7 +172,11 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # TRL's use of older names
+    disable_progress_bars()  # of tokenising; the trainer keeps its own
     trainer = build_trainer(args, device)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(RewardBar)
     print(fuse_trainer(trainer))
     before = evaluate(trainer)
     trainer.train()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import DIFFERENTIABLE, LogitTransform
-from .deferred import describe, token_statistics
+from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import Loss, check_loss, check_statistics, differentiable_statistics
+from .operators import token_statistics
 from .planner import STRATEGIES, Plan, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_target
 from .walk import TileWalk
@@ -154,16 +155,17 @@ def fused_linear_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Any loss of per-token statistics, over a linear head, without the `[R, T, V]` logits.
 
-    `loss` is an object that follows `liger_losses.chunked.Loss`: a function of statistics, and the smallest unit whose
-    contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, where N counts
-    scored tokens; the value and gradients are those of the same object called on unfused statistics.
+    `loss` is an object that follows `liger_losses.chunked.Loss`: a function of statistics, and the smallest unit
+    whose contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, N
+    being the scored tokens; the value and gradients are those of the same object called on unfused statistics.
 
     Args:
         loss: see `liger_losses.chunked.Loss`.
         hidden, weight, target, bias, ignore_index, temperature, softcap, logit_scale, memory_budget, logits_dtype: as
             in `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
-        inputs: what else the loss reads, by name: tensors whose first dimension counts rows (or pairs, for pair losses);
-            for token losses `[R, T, ...]`. A tensor without dimensions concerns the whole batch and is handed on as it is.
+        inputs: what else the loss reads, by name: tensors whose first dimension counts rows (or pairs, for pair
+            losses); for token losses `[R, T, ...]`. A tensor without dimensions concerns the whole batch and is handed
+            on as it is.
         strategy: `"auto"`, `"immediate"`, `"cached"`, `"recompute"` or `"frozen"`.
         max_units: at most so many units (tokens, sequences, pairs) enter the loss at once.
 
@@ -317,12 +319,8 @@ def _immediate(
     inputs: Mapping[str, Tensor],
     totals: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    # Under autocast a plain fp32 product would be made a 16-bit one; the walk has chosen its dtypes.
-    with torch.autocast(prepared.hidden.device.type, enabled=False):
-        walk = TileWalk(
-            prepared.hidden.detach(), prepared.weight.detach(), None if prepared.bias is None else prepared.bias.detach(),
-            scored, transform, prepared.precision, plan,
-        )  # fmt: skip
+    with outside_autocast(prepared.hidden.device):
+        walk = _walk(prepared, scored, transform, plan)
         call = ImmediateCall(walk, loss, inputs, totals, prepared.needs, [])
         value, *metrics = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
     return value, dict(zip(call.names, metrics, strict=True))
@@ -341,7 +339,18 @@ def _deferred(
         return _run(prepared, None, transform, names, differentiable, resolved, memory_budget)
     scored = prepared.scored_tokens().to(prepared.hidden.device)
     plan = _plan(prepared, scored, differentiable, strategy, memory_budget)
+    if not any(prepared.needs):
+        # Nothing for autograd to see: straight to the walk, since what is done before the first product is waited for.
+        with outside_autocast(prepared.hidden.device):
+            values, *_ = forward(_walk(prepared, scored, transform, plan), names, prepared.needs, 0)
+        return dict(zip(names, values, strict=True))
     return _run(prepared, scored, transform, names, differentiable, plan.strategy, memory_budget)
+
+
+def _walk(prepared: _Prepared, scored: ScoredOnDevice, transform: LogitTransform, plan: Plan) -> TileWalk:
+    bias = None if prepared.bias is None else prepared.bias.detach()
+    hidden, weight = prepared.hidden.detach(), prepared.weight.detach()
+    return TileWalk(hidden, weight, bias, scored, transform, prepared.precision, plan)
 
 
 def _traced_strategy(prepared: _Prepared, differentiable: tuple[str, ...], strategy: str) -> str:

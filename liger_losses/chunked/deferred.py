@@ -1,22 +1,23 @@
-"""Statistics first, gradients when they are asked for: strategies `cached`, `recompute` and `frozen`.
-
-The whole walk is one custom operator with a fake, forward and backward, so that `torch.compile(fullgraph=True)` sees one
-node and traces whatever loss the caller computes from the statistics.
-"""
+"""Statistics first, gradients when they are asked for: strategies `cached`, `recompute` and `frozen`."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, Emit, LogitTransform, matmul, tile_gradient
+from ..kernels import (
+    Emit,
+    RowState,
+    fold_tile,
+    matmul,
+    scaled_cast,
+    tile_gradient,
+)
 from .head import Precision
-from .planner import Problem, make_plan
-from .tokens import ScoredOnDevice, ScoredTokens
-from .walk import TileWalk, WeightGradient, power_of_two_at_least, rescaled, scale_rows
+from .planner import Problem
+from .walk import TileWalk, WeightGradient, power_of_two_at_least
 
 
 def describe(
@@ -70,7 +71,10 @@ def forward(
         cache[count:].zero_()
     tile = walk.buffer(min(plan.tile_rows, count), walk.precision.compute) if emit and cache is None else None
     state = walk.state(count, names)
-    for ranges in _tile_ranges(count, plan.tile_rows):
+    by_columns = not emit and 0 < plan.forward_columns < walk.vocab_size
+    if by_columns:
+        _fold_columns(walk, state)
+    for ranges in [] if by_columns else _tile_ranges(count, plan.tile_rows):
         start, stop = ranges[0]
         gradient = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
         part = state.narrow(start, stop - start)
@@ -94,6 +98,18 @@ def forward(
         kept,
         _nothing(walk) if cache is None else cache,
     )
+
+
+def _fold_columns(walk: TileWalk, state: RowState) -> None:
+    """All tokens over one block of the vocabulary after the other."""
+    everything, step = ((0, walk.scored.count),), walk.plan.forward_columns
+    hidden, target = walk.tile_hidden(everything), walk.tile_target(everything)
+    buffer = torch.empty(walk.scored.count, step, dtype=walk.precision.logits, device=walk.hidden.device)
+    for start in range(0, walk.vocab_size, step):
+        block = slice(start, min(start + step, walk.vocab_size))
+        logits = matmul(hidden, walk.weight[block].t(), out=buffer[:, : block.stop - block.start])
+        bias = None if walk.bias is None else walk.bias[block]
+        fold_tile(logits, bias, target, state, walk.transform, first_column=start)
 
 
 def _nothing(walk: TileWalk) -> Tensor:
@@ -121,7 +137,7 @@ def backward(
     if needs[1] or needs[2]:
         factor = walk.scored.gather(at_rows, everything)
         weight, bias = _finished_product(walk, cache[:count], walk.tile_hidden(everything), factor, needs, dtypes)
-    hidden = scale_rows(kept, at_rows, dtypes[0]) if needs[0] else None
+    hidden = scaled_cast(kept, at_rows, dtypes[0]) if needs[0] else None
     return hidden, weight, bias
 
 
@@ -136,7 +152,7 @@ def _finished_product(
     """`dW` and `db` from one product over all tokens: rounded once, no running sum."""
     compute = walk.precision.compute
     if needs[1] and not needs[2] and compute == dtypes[1] and compute != torch.float16:
-        scaled = scale_rows(hidden, factor, compute)
+        scaled = scaled_cast(hidden, factor, compute)
         del hidden
         out = torch.empty(walk.weight.shape, dtype=compute, device=walk.hidden.device)
         return matmul(gradient.t(), scaled, out=out), None
@@ -159,8 +175,8 @@ def finish_weight_gradient(
     if unit is not None:
         scale = scale * unit
     return (
-        None if weight is None else rescaled(weight, scale, dtypes[1]),
-        None if bias is None else rescaled(bias.squeeze(-1), scale, dtypes[2]),
+        None if weight is None else scaled_cast(weight, scale, dtypes[1]),
+        None if bias is None else scaled_cast(bias.squeeze(-1), scale, dtypes[2]),
     )
 
 
@@ -187,8 +203,8 @@ def _backward_recompute(
     if compute == torch.float16 and count:
         unit = power_of_two_at_least(torch.cat([part for part in parts if part is not None]))
         parts = [None if part is None else part / unit for part in parts]
-    a, h, l = parts
-    assert a is not None
+    dlogprob, dentropy, dlse = parts
+    assert dlogprob is not None
     row_lse, row_entropy = walk.scored.gather(lse, everything), compact(entropy)
 
     d_hidden = torch.zeros(count, width, dtype=wide, device=device) if needs[0] else None
@@ -210,9 +226,9 @@ def _backward_recompute(
             lse=row_lse,
             logprob=row_lse,
             entropy=row_entropy,
-            dlogprob=a,
-            dentropy=h,
-            dlse=l,
+            dlogprob=dlogprob,
+            dentropy=dentropy,
+            dlse=dlse,
             transform=walk.transform,
             out=out,
             first_column=start,
@@ -248,237 +264,6 @@ def _positions(walk: TileWalk, d_hidden: Tensor | None, unit: Tensor | None, dty
     return full
 
 
-# --- the operators ------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class CallOptions:
-    """Scalars of an operator call, in schema order."""
-
-    statistics: str
-    differentiable: str
-    ignore_index: int
-    scale: float
-    softcap: float | None
-    temperature: float
-    compute_dtype: torch.dtype
-    logits_dtype: torch.dtype
-    strategy: str
-    memory_budget: int | None
-    needs_hidden: bool
-    needs_weight: bool
-    needs_bias: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.statistics.split(","))
-
-    @property
-    def needs(self) -> tuple[bool, bool, bool]:
-        return self.needs_hidden, self.needs_weight, self.needs_bias
-
-    @property
-    def precision(self) -> Precision:
-        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
-        return Precision(self.compute_dtype, self.logits_dtype, wide)
-
-    def walk(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        index: Tensor | None,
-        row_counts: list[int] | None,
-    ) -> TileWalk:
-        if row_counts is None:
-            scored = ScoredTokens(target, self.ignore_index).to(hidden.device)
-        else:
-            scored = ScoredOnDevice(target.reshape(-1), target != self.ignore_index, index, tuple(row_counts))
-        problem = describe(
-            hidden, weight, scored.row_counts, self.precision, self.needs,
-            only_logprob_grad=self.differentiable in ("", "logprob"),
-        )  # fmt: skip
-        plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
-        transform = LogitTransform(self.scale, self.softcap, self.temperature)
-        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan)
-
-
-def _outside_autocast(device: torch.device) -> torch.autocast:
+def outside_autocast(device: torch.device) -> torch.autocast:
     # The walk has chosen its dtypes; under autocast a plain fp32 product would be made a bf16 one.
     return torch.autocast(device.type, enabled=False)
-
-
-@torch.library.custom_op("liger_losses::token_statistics", mutates_args=())
-def token_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    index: Tensor | None,
-    row_counts: list[int] | None,
-    statistics: str,
-    differentiable: str,
-    ignore_index: int,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    strategy: str,
-    memory_budget: int | None,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> list[Tensor]:
-    """Statistics of every position, then `lse`, row factor, `G W` and `G` for backward. `hidden` is `[P, H]`, `target` `[R, T]`."""
-    options = CallOptions(
-        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
-        memory_budget, needs_hidden, needs_weight, needs_bias,
-    )  # fmt: skip
-    with _outside_autocast(hidden.device):
-        walk = options.walk(hidden, weight, bias, target, index, row_counts)
-        rows = walk.scored.count if row_counts is not None else hidden.shape[0]
-        values, *for_backward = forward(walk, options.names, options.needs, rows)
-        return [*values, *for_backward]
-
-
-@token_statistics.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    index: Tensor | None,
-    row_counts: list[int] | None,
-    statistics: str,
-    differentiable: str,
-    ignore_index: int,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    strategy: str,
-    memory_budget: int | None,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> list[Tensor]:
-    wide = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    values = [
-        hidden.new_empty(hidden.shape[0], dtype=torch.bool if name == "is_top1" else wide)
-        for name in statistics.split(",")
-    ]
-    nothing = hidden.new_empty(0, dtype=compute_dtype)
-    keep_product = strategy in ("cached", "frozen") and needs_hidden
-    kept = hidden.new_empty(hidden.shape, dtype=compute_dtype) if keep_product else nothing
-    cache = torch.empty_like(nothing)
-    if strategy == "cached" and (needs_weight or needs_bias):
-        rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
-        padded = -(-weight.shape[0] // 8) * 8
-        cache = hidden.new_empty((rows, padded), dtype=compute_dtype)[:, : weight.shape[0]]
-    per_token = [hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2)]
-    return [*values, *per_token, kept, cache]
-
-
-@torch.library.custom_op("liger_losses::token_statistics_backward", mutates_args=())
-def token_statistics_backward(
-    dlogprob: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    entropy: Tensor | None,
-    lse: Tensor,
-    scale_of_gradient: Tensor,
-    kept: Tensor,
-    cache: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    index: Tensor | None,
-    row_counts: list[int] | None,
-    statistics: str,
-    differentiable: str,
-    ignore_index: int,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    strategy: str,
-    memory_budget: int | None,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> list[Tensor]:
-    """Gradients of hidden, weight and bias; empty where not needed."""
-    options = CallOptions(
-        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
-        memory_budget, needs_hidden, needs_weight, needs_bias,
-    )  # fmt: skip
-    with _outside_autocast(hidden.device):
-        walk = options.walk(hidden, weight, bias, target, index, row_counts)
-        # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
-        mask = walk.scored.mask.reshape(-1)
-        sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in (dlogprob, dentropy, dlse)]
-        coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2])
-        dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        gradients = backward(walk, options.needs, coefficients, lse, entropy, scale_of_gradient, kept, cache, dtypes)
-        return [hidden.new_empty(0) if g is None else g for g in gradients]
-
-
-@token_statistics_backward.register_fake
-def _(
-    dlogprob: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    entropy: Tensor | None,
-    lse: Tensor,
-    scale_of_gradient: Tensor,
-    kept: Tensor,
-    cache: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    index: Tensor | None,
-    row_counts: list[int] | None,
-    *options: Any,
-) -> list[Tensor]:
-    needs = options[-3:]
-    like = (hidden, weight, weight if bias is None else bias)
-    return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    hidden, weight, bias, target, index, ctx.row_counts, *scalars = inputs
-    ctx.scalars = scalars
-    ctx.set_materialize_grads(False)
-    names = scalars[0].split(",")
-    entropy = output[names.index("entropy")] if "entropy" in names else None
-    ctx.save_for_backward(hidden, weight, bias, target, index, entropy, *output[len(names) :])
-
-
-def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    hidden, weight, bias, target, index, entropy, *kept = ctx.saved_tensors
-    statistics, differentiable, *_, needs_hidden, needs_weight, needs_bias = ctx.scalars
-    of = dict(zip(statistics.split(","), gradients, strict=False))
-    asked = [of.get(name) if name in differentiable.split(",") else None for name in DIFFERENTIABLE]
-    empty = (None,) * (4 + len(ctx.scalars))
-    if all(gradient is None for gradient in asked):
-        return (None, None, *empty)
-    dlogprob, dentropy, dlse = asked
-    d_hidden, d_weight, d_bias = token_statistics_backward(
-        dlogprob, dentropy, dlse, entropy, *kept, hidden, weight, bias, target, index, ctx.row_counts,
-        *ctx.scalars,
-    )  # fmt: skip
-    return (
-        d_hidden if needs_hidden else None,
-        d_weight if needs_weight else None,
-        d_bias if needs_bias else None,
-        *empty[1:],
-    )
-
-
-token_statistics.register_autograd(_backward, setup_context=_setup_context)

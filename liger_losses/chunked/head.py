@@ -66,7 +66,8 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
     if hidden.dim() < 1 or hidden.shape[-1] != width:
         raise ValueError(
-            f"hidden: got shape {tuple(hidden.shape)}, expected last dimension {width} as in weight {tuple(weight.shape)}"
+            f"hidden: got shape {tuple(hidden.shape)}, expected last dimension {width} as in weight "
+            f"{tuple(weight.shape)}"
         )
     if hidden.shape[:-1] != target_shape:
         raise ValueError(

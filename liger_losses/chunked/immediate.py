@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import Emit, RowState
+from ..kernels import Emit, RowState, scaled_cast
 from .deferred import finish_weight_gradient
 from .loss import Loss, differentiable_statistics
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
-from .walk import Coefficients, TileWalk, WeightGradient, scale_rows
+from .walk import Coefficients, TileWalk, WeightGradient
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class ImmediateFunction(torch.autograd.Function):
         if upstream is None:
             return None, None, None, None
         kept, factor, *totals = ctx.saved_tensors
-        hidden = scale_rows(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
+        hidden = scaled_cast(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
         weight, bias = finish_weight_gradient(tuple(totals), upstream, ctx.dtypes)
         return hidden, weight, bias, None
 

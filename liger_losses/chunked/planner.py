@@ -23,8 +23,13 @@ _MIB = 1 << 20
 # faster than 8,192 in one piece, and fewer leave processors idle.
 PRODUCT_ROWS = 2048
 
-# Rows projected at a time, at most: their logits pass through memory once.
-_MOST_LOGIT_ROWS = 1024
+# Rows projected at a time, at most: more do not make the product faster. Where the logits compete with a gradient tile
+# for one budget, half of that: the second thousand rows gain 2 %, a tile that holds one unit more gains more.
+_MOST_LOGIT_ROWS = 2048
+
+# Vocabulary columns a block: at most, and at least where blocks are a choice.
+_MOST_COLUMNS = 8192
+_LEAST_COLUMNS = 1024
 
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
@@ -99,6 +104,7 @@ class Plan:
     workspace: int  # bytes
     budget: int  # bytes
     groups: int = 1
+    forward_columns: int = 0  # columns a tile of a walk without gradients; 0 or all of them: whole rows
 
     @property
     def predicted_peak(self) -> int:
@@ -122,7 +128,7 @@ class Plan:
             f"gradients     {', '.join(grads) or 'none'}",
             f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
             f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
-            f"products      {self.gemms:.2f} of 2 N H V = {2 * p.tokens * p.hidden_size * p.vocab_size / 1e12:,.3f} TFLOP",
+            f"products      {self.gemms:.2f} of 2 N H V = {2e-12 * p.tokens * p.hidden_size * p.vocab_size:,.3f} TFLOP",
             f"workspace     {self.workspace / _MIB:,.1f} MiB predicted, {self.budget / _MIB:,.1f} MiB allowed",
         ]
         return "\n".join(lines)
@@ -131,8 +137,8 @@ class Plan:
 def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
-    With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB for
-    tiles. Without: 1.125 GiB, where larger tiles stop paying.
+    With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
+    for tiles. Without: 1.125 GiB, where larger tiles stop paying.
     """
     if not problem.weight_grad:
         return 1152 * _MIB
@@ -181,7 +187,7 @@ def _allowed(p: Problem, strategy: str) -> str:
     if strategy == "immediate" and not p.immediate_allowed:
         raise ValueError(
             "strategy: got 'immediate', which needs a loss known while the tile is resident; expected 'cached', "
-            "'recompute' or 'frozen' for per-token statistics (use fused_linear_loss for 'immediate', outside torch.compile)"
+            "'recompute' or 'frozen' for per-token statistics (fused_linear_loss has it, outside torch.compile)"
         )
     if strategy == "immediate" and p.separability == "batch":
         raise ValueError(
@@ -218,10 +224,10 @@ def _round_rows(rows: int, p: Problem) -> int:
     return max(ROW_BLOCK, min(rows // ROW_BLOCK * ROW_BLOCK, needed))
 
 
-def _logit_rows(p: Problem, budget: int) -> int:
-    """Rows projected at a time in a tile that has more: 1,024 unless they are too dear."""
+def _logit_rows(p: Problem, budget: int, most: int) -> int:
+    """Rows projected at a time in a tile that has more: `most` unless they are too dear."""
     per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(_MOST_LOGIT_ROWS, budget // 2 // per_row), p)
+    return _round_rows(min(most, budget // 2 // per_row), p)
 
 
 def _weight_copy(p: Problem) -> int:
@@ -250,21 +256,35 @@ def _largest(fits: Callable[[int], int], budget: int, p: Problem) -> int:
     return low * ROW_BLOCK
 
 
-def _statistics_alone(p: Problem, budget: int) -> tuple[int, int]:
-    """Rows a tile, and workspace, of a walk without gradients: the logits buffer is the tile."""
+def _compact_bytes(p: Problem) -> int:
+    """A copy of the scored hidden states, where they are not simply all of them."""
+    return 0 if p.tokens == p.positions else p.tokens * p.hidden_size * p.compute_bytes
 
-    def workspace_of(rows: int) -> int:
+
+def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
+    """Rows a tile, columns a tile, and workspace, of a walk without gradients: the logits buffer is the tile.
+
+    Whole rows while at least a thousand of them fit; with less memory all tokens over a block of the vocabulary,
+    because a product over few rows reads the weight for little arithmetic.
+    """
+
+    def rows_bytes(rows: int) -> int:
         return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
 
-    rows = min(_MOST_LOGIT_ROWS, _largest(workspace_of, budget, p))
-    return rows, workspace_of(rows)
+    rows = min(_MOST_LOGIT_ROWS, _largest(rows_bytes, budget, p))
+    if rows < min(_MOST_LOGIT_ROWS // 2, p.tokens):
+        fixed = _compact_bytes(p) + _weight_copy(p)
+        columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
+        if _LEAST_COLUMNS <= columns < p.vocab_size:
+            return -(-p.tokens // ROW_BLOCK) * ROW_BLOCK, columns, fixed + columns * p.tokens * p.logits_bytes
+    return rows, p.vocab_size, rows_bytes(rows)
 
 
 def _plan_frozen(p: Problem, budget: int) -> Plan:
     if not p.any_grad:
-        logit_rows, workspace = _statistics_alone(p, budget)
-        return Plan(p, "frozen", logit_rows, logit_rows, p.vocab_size, 1.0, workspace, budget)
-    logit_rows = _logit_rows(p, budget)
+        rows, columns, workspace = _statistics_alone(p, budget)
+        return Plan(p, "frozen", rows, rows, p.vocab_size, 1.0, workspace, budget, forward_columns=columns)
+    logit_rows = _logit_rows(p, budget, _MOST_LOGIT_ROWS)
 
     def workspace_of(rows: int) -> int:
         forward = p.hidden_bytes + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
@@ -295,9 +315,16 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
 
 
 def _plan_immediate(p: Problem, budget: int) -> Plan:
+    # Logits and gradient tile share the budget: fewer rows projected at a time where that lets a unit stay whole.
+    most = _logit_rows(p, budget, _MOST_LOGIT_ROWS // 2)
+    rows = [most >> halvings for halvings in range(3) if most >> halvings >= ROW_BLOCK] or [most]
+    plans = [_immediate_with(p, budget, -(-r // ROW_BLOCK) * ROW_BLOCK) for r in rows]
+    return min(plans, key=lambda plan: (plan.workspace > budget, _cost(plan)))
+
+
+def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     accumulator = p.weight_grad * p.vocab_size * p.hidden_size * p.statistics_bytes
     kept = p.hidden_grad * p.hidden_bytes
-    logit_rows = _logit_rows(p, budget)
 
     def workspace_of(rows: int) -> int:
         forward = accumulator + kept + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
@@ -310,9 +337,8 @@ def _plan_immediate(p: Problem, budget: int) -> Plan:
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
     gemms = 1.0 + p.hidden_grad + p.weight_grad + again / max(1, p.tokens)
-    return Plan(
-        p, "immediate", rows, min(rows, logit_rows), p.vocab_size, gemms, workspace_of(rows), budget, len(groups)
-    )
+    logit_rows = min(rows, logit_rows)
+    return Plan(p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace_of(rows), budget, len(groups))
 
 
 def _streamed(count: int, rows: int) -> int:
@@ -325,10 +351,10 @@ def _rows_or_one(p: Problem) -> tuple[int, ...]:
 
 
 def _plan_recompute(p: Problem, budget: int) -> Plan:
-    compact = 0 if p.tokens == p.positions else p.tokens * p.hidden_size * p.compute_bytes
+    compact = _compact_bytes(p)
     accumulator = p.hidden_grad * p.tokens * p.hidden_size * p.statistics_bytes
     per_column = max(p.tokens, 1) * (p.logits_bytes + (0 if p.in_place else p.compute_bytes))
-    logit_rows, forward = _statistics_alone(p, budget)
+    rows, forward_columns, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
         block = columns * per_column
@@ -336,12 +362,13 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
         finishing = accumulator + p.returned_bytes
         return max(forward, walking - p.returned_bytes, finishing - p.returned_bytes)
 
-    most = min(8192, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
+    most = min(_MOST_COLUMNS, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
     columns = most
     while columns > VOCAB_BLOCK and workspace_of(columns) > budget:
         columns -= VOCAB_BLOCK
     gemms = 2.0 + p.hidden_grad + p.weight_grad
-    return Plan(p, "recompute", logit_rows, logit_rows, columns, gemms, workspace_of(columns), budget)
+    workspace = workspace_of(columns)
+    return Plan(p, "recompute", rows, rows, columns, gemms, workspace, budget, forward_columns=forward_columns)
 
 
 _BUILDERS: dict[str, Callable[[Problem, int], Plan]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -33,6 +33,7 @@ class ScoredTokens:
         self._target = rows
         self._mask = rows != ignore_index
         counts = self._mask.sum(-1)
+        self._on: dict[torch.device, ScoredOnDevice] = {}
         self._event: torch.cuda.Event | None = None
         if counts.is_cuda:
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
@@ -80,6 +81,11 @@ class ScoredTokens:
 
     def to(self, device: torch.device) -> ScoredOnDevice:
         """Targets, mask and the positions of scored tokens on `device`, without a synchronisation."""
+        if device not in self._on:
+            self._on[device] = self._move(device)
+        return self._on[device]
+
+    def _move(self, device: torch.device) -> ScoredOnDevice:
         counts = self.row_counts()
         target, mask = self._target, self._mask
         if target.device != device:
@@ -87,8 +93,8 @@ class ScoredTokens:
         total = sum(counts)
         index = None
         if total < mask.numel():
-            # A stable sort brings the scored positions to the front in order; `nonzero` would have to wait for a count.
-            index = torch.argsort((~mask).reshape(-1).to(torch.uint8), stable=True)[:total]
+            # The count is known, so that listing the positions need not wait for one.
+            index = torch.nonzero_static(mask.reshape(-1), size=total).squeeze(-1)
         return ScoredOnDevice(target.reshape(-1).to(torch.int64), mask, index, tuple(counts))
 
 
@@ -111,6 +117,7 @@ class ScoredOnDevice:
     mask: Tensor  # [R, T] bool
     index: Tensor | None  # [n] positions of scored tokens in [R * T]; None when all are
     row_counts: tuple[int, ...]
+    _joined: dict[Ranges, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
@@ -120,21 +127,25 @@ class ScoredOnDevice:
         """The rows of `values` `[R * T, ...]` at compact `ranges`; a view where they are contiguous."""
         if self.index is None:
             return values[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([values[a:b] for a, b in ranges])
-        return values.index_select(0, self._positions(self.index, ranges))
+        return values.index_select(0, self._positions(ranges))
 
     def scatter(self, values: Tensor, into: Tensor, ranges: Ranges) -> None:
         """Inverse of `gather`: write `values` to their positions in `into` `[R * T, ...]`."""
         if self.index is not None:
-            into.index_copy_(0, self._positions(self.index, ranges), values.to(into.dtype))
+            into.index_copy_(0, self._positions(ranges), values.to(into.dtype))
             return
         done = 0
         for start, stop in ranges:
             into[start:stop].copy_(values[done : done + stop - start])
             done += stop - start
 
-    @staticmethod
-    def _positions(index: Tensor, ranges: Ranges) -> Tensor:
-        return index[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([index[a:b] for a, b in ranges])
+    def _positions(self, ranges: Ranges) -> Tensor:
+        assert self.index is not None
+        if len(ranges) == 1:
+            return self.index[slice(*ranges[0])]
+        if ranges not in self._joined:
+            self._joined[ranges] = torch.cat([self.index[start:stop] for start, stop in ranges])
+        return self._joined[ranges]
 
 
 def split_ranges(ranges: Ranges, rows: int) -> list[Ranges]:

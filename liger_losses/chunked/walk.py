@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import Emit, LogitTransform, RowState, fold_tile, matmul, tile_gradient
+from ..kernels import Emit, LogitTransform, RowState, fold_tile, matmul, scaled_cast, tile_gradient
 from .head import Precision
 from .planner import PRODUCT_ROWS, Plan
 from .tokens import Ranges, ScoredOnDevice, split_ranges
@@ -38,10 +38,11 @@ class Coefficients:
     ) -> Coefficients:
         if only_logprob:
             return cls(torch.zeros_like(like) if dlogprob is None else dlogprob)
-        a, h, l = (torch.zeros_like(like) if g is None else g for g in (dlogprob, dentropy, dlse))
-        size = torch.stack((a, h, l)).abs().amax(0)
-        safe = torch.where(size == 0, torch.ones_like(size), size)
-        return cls(size, a / safe, None if dentropy is None else h / safe, None if dlse is None else l / safe)
+        given = (dlogprob, dentropy, dlse)
+        parts = torch.stack([torch.zeros_like(like) if part is None else part for part in given])
+        size = parts.abs().amax(0)
+        relative = parts / torch.where(size == 0, torch.ones_like(size), size)
+        return cls(size, relative[0], *(None if part is None else relative[i] for i, part in enumerate(given) if i))
 
     def rows(self, rows: slice) -> Coefficients:
         """Those of some of the tokens."""
@@ -75,7 +76,9 @@ class WeightGradient:
         if self._precision.compute == torch.float16:
             factor = self._relative(factor)
         if self._want_weight:
-            self.weight = self._accumulate(self.weight, gradient, scale_rows(hidden, factor, hidden.dtype), self._shape)
+            self.weight = self._accumulate(
+                self.weight, gradient, scaled_cast(hidden, factor, hidden.dtype), self._shape
+            )
         if self._want_bias:
             column = factor.to(gradient.dtype).unsqueeze(-1)
             self.bias = self._accumulate(self.bias, gradient, column, (self._shape[0], 1))
@@ -112,18 +115,6 @@ def power_of_two_at_least(values: Tensor) -> Tensor:
     """Scalar tensor `2^k >= max |values|`; 1 where all are zero, NaN or infinite where `values` are."""
     largest = values.abs().amax()
     return torch.where(largest == 0, torch.ones_like(largest), torch.exp2(torch.ceil(torch.log2(largest))))
-
-
-def scale_rows(rows: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`factor[:, None] * rows`, computed in fp32 (fp64) and rounded to `dtype` once."""
-    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    return torch.mul(rows, factor.unsqueeze(-1), out=out)
-
-
-def rescaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale * total` rounded to `dtype` once, without an intermediate of `total`'s size."""
-    out = torch.empty(total.shape, dtype=dtype, device=total.device)
-    return torch.mul(total, scale, out=out)
 
 
 class TileWalk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .dispatch import implementation
 from .products import matmul
+from .scaled_cast import scaled_cast
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
@@ -17,5 +18,6 @@ __all__ = [
     "fold_tile",
     "implementation",
     "matmul",
+    "scaled_cast",
     "tile_gradient",
 ]

@@ -14,6 +14,7 @@ factor costs nothing: whoever multiplies `G` scales rows anyway.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterator
 
@@ -47,18 +48,20 @@ class RowState:
     """
 
     def __init__(self, rows: int, names: tuple[str, ...], *, device: torch.device, dtype: torch.dtype) -> None:
-        def full(value: float) -> Tensor:
-            return torch.full((rows,), value, device=device, dtype=dtype)
-
+        optional = {"weighted": "entropy", "sum_sq": "log_sum_sq_prob", "sum_logits": "mean_logit"}
+        fields = {"max": -math.inf, "sum_exp": 0.0, "target": math.nan, "gradient_scale": 1.0}
+        fields |= {field: 0.0 for field, name in optional.items() if name in names}
+        if "is_top1" in names:
+            fields["max_before_target"] = -math.inf
+        start = _initial(tuple(fields.values()), device, dtype)
+        values = dict(zip(fields, start.unsqueeze(-1).repeat(1, rows), strict=True))
         self.names = names
-        self.max = full(-math.inf)
-        self.sum_exp = full(0.0)
-        self.target = full(math.nan)
-        self.weighted = full(0.0) if "entropy" in names else None
-        self.sum_sq = full(0.0) if "log_sum_sq_prob" in names else None
-        self.sum_logits = full(0.0) if "mean_logit" in names else None
-        self.max_before_target = full(-math.inf) if "is_top1" in names else None
-        self.gradient_scale = full(1.0)
+        self.max, self.sum_exp, self.target = values["max"], values["sum_exp"], values["target"]
+        self.gradient_scale = values["gradient_scale"]
+        self.weighted = values.get("weighted")
+        self.sum_sq = values.get("sum_sq")
+        self.sum_logits = values.get("sum_logits")
+        self.max_before_target = values.get("max_before_target")
 
     @property
     def lse(self) -> Tensor:
@@ -90,6 +93,12 @@ class RowState:
         for name, value in vars(self).items():
             setattr(view, name, value[start : start + rows] if isinstance(value, Tensor) else value)
         return view
+
+
+@functools.cache
+def _initial(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Kept on the device: a state is made for every tile, and one copy is all that it should cost.
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def fold_tile(

@@ -10,8 +10,9 @@ from torch import Tensor
 from .tile_statistics import Emit, RowState
 from .transform import LogitTransform
 
-_BLOCK = 4096
-_WARPS = 8
+# Of the shapes tried on an H200, the one near the best for fp32 and for bf16 logits, with and without `emit`.
+_BLOCK = 2048
+_WARPS = 16
 
 # A row is summed relative to the maximum of its first block. Where a later logit exceeds that by more, the row is
 # summed again relative to its true maximum: e^(2 * 40) is far from overflow, 40 roundings of an fp32 far from visible.

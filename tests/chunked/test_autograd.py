@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked import fused_linear_loss, linear_logprobs
-from liger_losses.chunked.deferred import token_statistics, token_statistics_backward
+from liger_losses.chunked.operators import token_statistics, token_statistics_backward
 
 from ..oracle import DIFFERENTIABLE, Case, ToyLoss, make_case
 

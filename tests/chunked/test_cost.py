@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses.chunked import deferred, fused_linear_loss, linear_logprobs, plan, walk
+from liger_losses.chunked import deferred, fused_linear_loss, linear_logprobs, operators, plan, walk
 from liger_losses.kernels import tile_statistics
 from liger_losses.modules import LigerFusedLinearDPOLoss
 
@@ -117,8 +117,8 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.largest = self.peak = 0
         self.shapes: Counter[tuple[int, ...]] = Counter()  # of new memory, not of views
-        operators = (deferred.token_statistics, deferred.token_statistics_backward)
-        self._operators = {operator._qualname: operator._init_fn for operator in operators}
+        traced = (operators.token_statistics, operators.token_statistics_backward)
+        self._operators = {operator._qualname: operator._init_fn for operator in traced}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inside = self._operators.get(func._schema.name)

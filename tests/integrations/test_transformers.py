@@ -182,6 +182,20 @@ def test_a_trl_head_is_replaced_not_stacked_upon() -> None:
     assert vars(model)["forward"] is theirs
 
 
+@pytest.mark.slow
+def test_compiles_to_one_graph() -> None:
+    model, batch = tiny_model(), _batch()
+    fuse_head(model, outputs=ALL, differentiable=("log_probs",))
+    expected = model(**batch, fused_lm_head=True)
+    expected.loss.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    seen = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch, fused_lm_head=True)
+    torch.testing.assert_close(seen.log_probs, expected.log_probs)
+    seen.loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient)
+
+
 def test_backbone_receives_every_other_input(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_model(), _batch()
     seen: dict[str, Any] = {}

@@ -48,6 +48,7 @@ SLOW_OPTIONS: dict[str, dict[str, Any]] = {
     "padding free": {"padding_free": True},
     "truncated": {"max_length": 16},
     "other beta": {"beta": 0.5},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }  # fmt: skip
 IGNORED = ("runtime", "per_second", "total_flos")
 

@@ -1,0 +1,247 @@
+"""The deferred walk as custom operators with fakes, forward and backward.
+
+`torch.compile(fullgraph=True)` sees one node each, and traces whatever loss the caller computes from the statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import DIFFERENTIABLE, LogitTransform
+from .deferred import backward, describe, forward, outside_autocast
+from .head import Precision
+from .planner import make_plan
+from .tokens import ScoredOnDevice, ScoredTokens
+from .walk import TileWalk
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """Scalars of an operator call, in schema order."""
+
+    statistics: str
+    differentiable: str
+    ignore_index: int
+    scale: float
+    softcap: float | None
+    temperature: float
+    compute_dtype: torch.dtype
+    logits_dtype: torch.dtype
+    strategy: str
+    memory_budget: int | None
+    needs_hidden: bool
+    needs_weight: bool
+    needs_bias: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.statistics.split(","))
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        return self.needs_hidden, self.needs_weight, self.needs_bias
+
+    @property
+    def precision(self) -> Precision:
+        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        return Precision(self.compute_dtype, self.logits_dtype, wide)
+
+    def walk(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        index: Tensor | None,
+        row_counts: list[int] | None,
+    ) -> TileWalk:
+        if row_counts is None:
+            scored = ScoredTokens(target, self.ignore_index).to(hidden.device)
+        else:
+            scored = ScoredOnDevice(target.reshape(-1), target != self.ignore_index, index, tuple(row_counts))
+        problem = describe(
+            hidden, weight, scored.row_counts, self.precision, self.needs,
+            only_logprob_grad=self.differentiable in ("", "logprob"),
+        )  # fmt: skip
+        plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
+        transform = LogitTransform(self.scale, self.softcap, self.temperature)
+        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan)
+
+
+@torch.library.custom_op("liger_losses::token_statistics", mutates_args=())
+def token_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    statistics: str,
+    differentiable: str,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    strategy: str,
+    memory_budget: int | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    """Statistics of every position (`hidden` `[P, H]`, `target` `[R, T]`), then what backward needs."""
+    options = CallOptions(
+        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
+        memory_budget, needs_hidden, needs_weight, needs_bias,
+    )  # fmt: skip
+    with outside_autocast(hidden.device):
+        walk = options.walk(hidden, weight, bias, target, index, row_counts)
+        rows = walk.scored.count if row_counts is not None else hidden.shape[0]
+        values, *for_backward = forward(walk, options.names, options.needs, rows)
+        return [*values, *for_backward]
+
+
+@token_statistics.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    statistics: str,
+    differentiable: str,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    strategy: str,
+    memory_budget: int | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    wide = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    values = [
+        hidden.new_empty(hidden.shape[0], dtype=torch.bool if name == "is_top1" else wide)
+        for name in statistics.split(",")
+    ]
+    nothing = hidden.new_empty(0, dtype=compute_dtype)
+    keep_product = strategy in ("cached", "frozen") and needs_hidden
+    kept = hidden.new_empty(hidden.shape, dtype=compute_dtype) if keep_product else nothing
+    cache = torch.empty_like(nothing)
+    if strategy == "cached" and (needs_weight or needs_bias):
+        rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
+        padded = -(-weight.shape[0] // 8) * 8
+        cache = hidden.new_empty((rows, padded), dtype=compute_dtype)[:, : weight.shape[0]]
+    per_token = [hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2)]
+    return [*values, *per_token, kept, cache]
+
+
+@torch.library.custom_op("liger_losses::token_statistics_backward", mutates_args=())
+def token_statistics_backward(
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    entropy: Tensor | None,
+    lse: Tensor,
+    scale_of_gradient: Tensor,
+    kept: Tensor,
+    cache: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    statistics: str,
+    differentiable: str,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    strategy: str,
+    memory_budget: int | None,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    """Gradients of hidden, weight and bias; empty where not needed."""
+    options = CallOptions(
+        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
+        memory_budget, needs_hidden, needs_weight, needs_bias,
+    )  # fmt: skip
+    with outside_autocast(hidden.device):
+        walk = options.walk(hidden, weight, bias, target, index, row_counts)
+        # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
+        mask = walk.scored.mask.reshape(-1)
+        sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in (dlogprob, dentropy, dlse)]
+        coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2])
+        dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        gradients = backward(walk, options.needs, coefficients, lse, entropy, scale_of_gradient, kept, cache, dtypes)
+        return [hidden.new_empty(0) if g is None else g for g in gradients]
+
+
+@token_statistics_backward.register_fake
+def _(
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    entropy: Tensor | None,
+    lse: Tensor,
+    scale_of_gradient: Tensor,
+    kept: Tensor,
+    cache: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    index: Tensor | None,
+    row_counts: list[int] | None,
+    *options: Any,
+) -> list[Tensor]:
+    needs = options[-3:]
+    like = (hidden, weight, weight if bias is None else bias)
+    return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    hidden, weight, bias, target, index, ctx.row_counts, *scalars = inputs
+    ctx.scalars = scalars
+    ctx.set_materialize_grads(False)
+    names = scalars[0].split(",")
+    entropy = output[names.index("entropy")] if "entropy" in names else None
+    ctx.save_for_backward(hidden, weight, bias, target, index, entropy, *output[len(names) :])
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+    hidden, weight, bias, target, index, entropy, *kept = ctx.saved_tensors
+    statistics, differentiable, *_, needs_hidden, needs_weight, needs_bias = ctx.scalars
+    of = dict(zip(statistics.split(","), gradients, strict=False))
+    asked = [of.get(name) if name in differentiable.split(",") else None for name in DIFFERENTIABLE]
+    empty = (None,) * (4 + len(ctx.scalars))
+    if all(gradient is None for gradient in asked):
+        return (None, None, *empty)
+    dlogprob, dentropy, dlse = asked
+    d_hidden, d_weight, d_bias = token_statistics_backward(
+        dlogprob, dentropy, dlse, entropy, *kept, hidden, weight, bias, target, index, ctx.row_counts,
+        *ctx.scalars,
+    )  # fmt: skip
+    return (
+        d_hidden if needs_hidden else None,
+        d_weight if needs_weight else None,
+        d_bias if needs_bias else None,
+        *empty[1:],
+    )
+
+
+token_statistics.register_autograd(_backward, setup_context=_setup_context)
