@@ -357,10 +357,9 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
     rows, forward_columns, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
-        block = columns * per_column
-        walking = compact + accumulator + block + p.returned_weight + _weight_copy(p)
+        walking = compact + accumulator + columns * per_column + p.returned_weight + _weight_copy(p)
         finishing = accumulator + p.returned_bytes
-        return max(forward, walking - p.returned_bytes, finishing - p.returned_bytes)
+        return max(forward, walking, finishing) - p.returned_bytes
 
     most = min(_MOST_COLUMNS, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
     columns = most

@@ -10,7 +10,7 @@ from torch import Tensor
 _BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["factor_ptr"])
 def _scaled_cast_kernel(
     rows_ptr, factor_ptr, out_ptr, width, PER_ROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -13,7 +13,13 @@ from .transform import LogitTransform
 _BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"])
+@triton.jit(
+    do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"],
+    do_not_specialize_on_alignment=[
+        "bias_ptr", "target_ptr", "lse_ptr", "logprob_ptr", "entropy_ptr", "dlogprob_ptr", "dentropy_ptr", "dlse_ptr",
+        "probability_scale_ptr",
+    ],
+)  # fmt: skip
 def _gradient_kernel(
     tile_ptr,
     tile_stride,

@@ -117,7 +117,14 @@ def _row_sums(
     )
 
 
-@triton.jit(do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"])
+# Sizes and the alignment of per-row numbers are run-time facts: a kernel is compiled once, not once a length.
+@triton.jit(
+    do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"],
+    do_not_specialize_on_alignment=[
+        "bias_ptr", "target_ptr", "max_ptr", "sum_exp_ptr", "target_logit_ptr", "weighted_ptr", "sum_sq_ptr",
+        "sum_logits_ptr", "max_before_ptr", "gradient_scale_ptr",
+    ],
+)  # fmt: skip
 def _fold_kernel(
     tile_ptr,
     tile_stride,

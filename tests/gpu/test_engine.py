@@ -281,8 +281,8 @@ def test_compiles_into_one_graph(strategy: str) -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.usefixtures("compile_cleanly")
 def test_the_dpo_module_compiles_into_one_graph() -> None:
-    case = make_case(4, 60, 64, 1003, BF16, bias=False, device="cuda")
-    reference = make_case(4, 60, 64, 1003, BF16, bias=False, device="cuda", trainable=(), seed=1)
+    case = make_case(4, 60, 64, 1003, torch.float32, bias=False, device="cuda")
+    reference = make_case(4, 60, 64, 1003, torch.float32, bias=False, device="cuda", trainable=(), seed=1)
     module = LigerFusedLinearDPOLoss(compute_nll_loss=True)
     arguments = (case.weight, case.hidden, case.target, None, reference.hidden, reference.weight)
     got, want = torch.compile(module, fullgraph=True)(*arguments), module(*arguments)
