@@ -156,7 +156,7 @@ def check_close(
     """The rule, on largest absolute values.
 
     `dtype` is what `got` was rounded to on its way, from a sum of up to `terms` terms: those are added in fp32 (fp64),
-    in any order, and their roundings walk at random. `scale` is the size of what is summed, where the result is smaller.
+    in any order, and their roundings walk at random. `scale` is the size of what is summed, where the result is less.
     """
     exact = exact.detach().double()
     size = max(largest(exact), scale)

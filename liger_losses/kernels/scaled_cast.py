@@ -23,4 +23,5 @@ def scaled_cast(
 
         scaled_cast_triton(rows, factor, out)
         return out
-    return torch.mul(rows, factor.unsqueeze(-1) if factor.dim() < rows.dim() and factor.dim() else factor, out=out)
+    # With a dimension, though it be one of size 1: a factor that has none would be rounded to the dtype of the rows.
+    return torch.mul(rows, factor.unsqueeze(-1) if factor.dim() < rows.dim() else factor, out=out)

@@ -254,7 +254,7 @@ def test_a_fused_loss_compiles_with_auto(trainable: tuple[str, ...], backend: st
 @pytest.mark.usefixtures("compile_cleanly")
 def test_immediate_is_refused_while_tracing() -> None:
     case = make_case()
-    with pytest.raises(Exception, match="'immediate'.*outside torch.compile"):
+    with pytest.raises(Exception, match=r"'immediate'.*outside torch\.compile"):
         torch.compile(loss_of(case, "immediate"), fullgraph=True, backend="aot_eager")(*case.leaves)
 
 

@@ -1,7 +1,7 @@
 """Small inputs on which software of this kind went wrong for its users, by their number, with the right value.
 
-Here: B13, B16, B17, B20, B23, B27, B53, B54. Others stand where their subject is tested: B01, B47, B48, B49, B51 in test_cost.py; B21, B25, B40, X05 in
-test_precision.py; X03 in test_refusals.py.
+Here: B13, B16, B17, B20, B23, B27, B53, B54. Others stand where their subject is tested: B01, B47, B48, B49, B51 in
+test_cost.py; B21, B25, B40, X05 in test_precision.py; X03 in test_refusals.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_b16_label_smoothing(smoothing: float) -> None:
 
 
 def test_b16_label_smoothing_is_refused_where_it_has_no_form() -> None:
-    with pytest.raises(ValueError, match="label_smoothing: got 0.1"):
+    with pytest.raises(ValueError, match=r"label_smoothing: got 0\.1"):
         LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1)
 
 

@@ -68,7 +68,7 @@ def test_gradient(vocab: int, from_probability: bool) -> None:
     tile, target = random_tile(vocab, F32)
     z, slope = TRANSFORM.apply(tile.double(), None)
     values = {name: value.float() for name, value in read_statistics(z, target).items()}
-    a, h, l = torch.randn(3, ROWS, device="cuda")
+    sent = torch.randn(3, ROWS, device="cuda")
     found = []
     for form in ("triton", "torch"):
         held = torch.empty(ROWS, -(-vocab // 8) * 8, dtype=BF16, device="cuda")[:, :vocab]
@@ -76,15 +76,15 @@ def test_gradient(vocab: int, from_probability: bool) -> None:
         with implementation(form):
             tile_gradient(
                 held if from_probability else tile, None, target, lse=values["lse"], logprob=values["logprob"],
-                entropy=values["entropy"], dlogprob=a, dentropy=h, dlse=l, transform=TRANSFORM, out=held,
-                probability_scale=torch.ones(ROWS, device="cuda") if from_probability else None,
+                entropy=values["entropy"], dlogprob=sent[0], dentropy=sent[1], dlse=sent[2], transform=TRANSFORM,
+                out=held, probability_scale=torch.ones(ROWS, device="cuda") if from_probability else None,
             )  # fmt: skip
         found.append(held)
     p, log_p = z.softmax(-1), z.log_softmax(-1)
     hot = torch.nn.functional.one_hot(target, vocab)
-    a, h, l = (part.double().unsqueeze(-1) for part in (a, h, l))
-    exact = (a * (hot - p) - h * p * (log_p + values["entropy"].double().unsqueeze(-1)) + l * p) * slope
-    check_close(*(found[0], exact, found[1]), BF16, terms=vocab)
+    a, h, one = sent.double().unsqueeze(-1)
+    exact = (a * (hot - p) - h * p * (log_p + values["entropy"].double().unsqueeze(-1)) + one * p) * slope
+    check_close(found[0], exact, found[1], BF16, terms=vocab)
 
 
 def test_offsets_beyond_32_bits() -> None:

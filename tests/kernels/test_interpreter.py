@@ -19,8 +19,10 @@ def test_the_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
-         "tests/kernels/test_tile_statistics.py", "tests/kernels/test_tile_gradient.py"],
-        cwd=HERE.parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+         "tests/kernels/test_tile_statistics.py", "tests/kernels/test_tile_gradient.py",
+         "tests/kernels/test_scaled_cast.py"],
+        cwd=HERE.parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-1000:]
     assert " passed" in run.stdout

@@ -41,13 +41,12 @@ def arguments(
     """Statistics as the forward walk hands them over: fp32."""
     raw = tile.double() if bias is None else tile.double() + bias.double()
     values = read_statistics(transformed(raw, **options), target)
+    zero = torch.zeros(tile.shape[0], device=tile.device)
     return {
         **{name: values[name].float() for name in DIFFERENTIABLE},
-        "dlogprob": sent.get("logprob", torch.zeros_like(sent["logprob"]) if "logprob" in sent else values["lse"].float() * 0),
-        "dentropy": sent.get("entropy"),
-        "dlse": sent.get("lse"),
+        **{f"d{name}": sent.get(name, zero if name == "logprob" else None) for name in DIFFERENTIABLE},
         "transform": as_transform(options),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("names", [("logprob",), ("entropy",), ("lse",), COEFFICIENTS], ids=str)

@@ -43,7 +43,8 @@ def make_tile(
 
 def fold(
     tile: Tensor, bias: Tensor | None, target: Tensor, names: tuple[str, ...] = STATISTICS, *,
-    options: dict[str, Any] | None = None, emit: Emit = Emit.NOTHING, out: Tensor | None = None, step: int | None = None,
+    options: dict[str, Any] | None = None, emit: Emit = Emit.NOTHING, out: Tensor | None = None,
+    step: int | None = None,
 ) -> RowState:  # fmt: skip
     """One visit of the whole vocabulary, or blocks of `step` columns."""
     kind = torch.float64 if tile.dtype == torch.float64 else F32
