@@ -1,4 +1,4 @@
-"""Every variant of the Triton kernels compiles for an H100 where there is none, and moves as much at a time as it can."""
+"""Every variant of the Triton kernels compiles for an H100 where there is none, and moves all it can at a time."""
 
 from __future__ import annotations
 
