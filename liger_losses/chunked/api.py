@@ -167,7 +167,9 @@ def fused_linear_loss(
             losses); for token losses `[R, T, ...]`. A tensor without dimensions concerns the whole batch and is handed
             on as it is.
         strategy: `"auto"`, `"immediate"`, `"cached"`, `"recompute"` or `"frozen"`.
-        max_units: at most so many units (tokens, sequences, pairs) enter the loss at once.
+        max_units: at most so many units (tokens, sequences, pairs) share a tile of strategy `"immediate"`. The other
+            strategies' tiles hold tokens, not units, and their size does not depend on it: named with one of them, it
+            is refused.
 
     Returns:
         `(loss, metrics)`: a scalar, and the loss's detached metrics by name.
@@ -184,6 +186,11 @@ def fused_linear_loss(
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     if hidden.dim() != 3:
         raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+    if max_units is not None and strategy not in ("auto", "immediate"):
+        raise ValueError(
+            f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "
+            "strategy 'auto' or 'immediate'"
+        )
     _check_units(loss, hidden, inputs)
     transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
     differentiable = differentiable_statistics(loss)

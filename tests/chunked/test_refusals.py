@@ -154,6 +154,7 @@ ROW, PAIR = torch.ones(4), torch.ones(2)
         (ToyLoss("batch"), {"strategy": "immediate"},
          ValueError, "strategy: got 'immediate' for a loss separable only by 'batch'"),
         (several(), {"strategy": "cached"}, ValueError, "strategy: got 'cached' for a loss that differentiates"),
+        (ToyLoss(), {"max_units": 2, "strategy": "cached"}, ValueError, "max_units: got 2 with strategy 'cached'"),
         (ToyLoss(), {"max_units": 0}, ValueError, "max_units: got 0, expected >= 1"),
         (ToyLoss(), {"max_units": 1.5}, TypeError, "max_units: got 1.5, expected an int"),
         (ToyLoss(), {"hidden": HIDDEN[0], "target": TARGET[0]},
