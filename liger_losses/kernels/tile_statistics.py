@@ -28,7 +28,7 @@ STATISTICS = ("logprob", "entropy", "lse", "mean_logit", "is_top1", "log_sum_sq_
 DIFFERENTIABLE = ("logprob", "entropy", "lse")
 
 # Elements of a slice of rows that the torch twin visits at once: its temporaries stay in cache.
-_TWIN_ELEMENTS = 1 << 17
+_TWIN_ELEMENTS = 1 << 19
 
 
 class Emit(enum.IntEnum):
