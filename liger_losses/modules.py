@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .chunked import ScoredTokens, fused_linear_loss, linear_logprobs
 from .chunked.head import check_head
-from .chunked.planner import STRATEGIES
-from .chunked.tokens import check_target
+from .chunked.planner import check_tiling
+from .chunked.tokens import check_ignore_index, check_target
 from .kernels import LogitTransform
 from .losses import DPOLoss
-from .losses._checks import check_choice, check_flag, check_float_tensor
+from .losses._checks import check_flag, check_float_tensor
 from .losses.pairs import pair_count
 
 
@@ -41,14 +41,13 @@ class CallOptions:
     def __post_init__(self) -> None:
         for options in (self.policy(), self.reference()):
             scale = options["logit_scale"]
-            LogitTransform(1.0 if scale is None else float(scale), options["softcap"], float(options["temperature"]))
-        check_choice("logits_dtype", self.logits_dtype, ("float32", "input"))
-        check_choice("strategy", self.strategy, ("auto", *STRATEGIES))
-        for name, value in (("chunk_size", self.chunk_size), ("memory_budget", self.memory_budget)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int")
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, expected >= 1")
+            LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
+        check_ignore_index(self.ignore_index)
+        check_tiling(self.strategy, self.memory_budget, self.logits_dtype)
+        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int):
+            raise TypeError(f"chunk_size: got {self.chunk_size!r}, expected an int")
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size: got {self.chunk_size}, expected >= 1")
 
     def policy(self) -> dict[str, Any]:
         return {

@@ -12,10 +12,10 @@ from ..kernels import DIFFERENTIABLE, LogitTransform
 from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
 from .immediate import ImmediateCall, ImmediateFunction
-from .loss import Loss, check_loss, check_statistics, differentiable_statistics
+from .loss import Loss, check_loss, check_result, check_statistics, differentiable_statistics
 from .operators import token_statistics
 from .planner import STRATEGIES, Plan, make_plan
-from .tokens import ScoredOnDevice, ScoredTokens, check_target
+from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
 from .walk import TileWalk
 
 
@@ -96,7 +96,8 @@ def linear_logprobs(
         statistics: names out of the table. None returns the log-probabilities themselves.
         differentiable: those of `statistics` whose gradient will be used; default all that have one. Log-probabilities
             alone are cheaper than with entropy or lse.
-        memory_budget: bytes of workspace beyond inputs and returned gradients; None: a default from the shapes.
+        memory_budget: bytes of workspace beyond inputs and returned gradients; None: a default from the shapes. Kept to
+            on accelerators; on the CPU the torch forms of the kernels add temporaries, some 10 MiB (50 for 16-bit).
         logits_dtype: `"float32"` (products of 16-bit inputs deliver fp32 logits) or `"input"` (rounded to the compute
             dtype: faster by a few per cent, log-probabilities off by about 1e-2).
         strategy: `"auto"`, `"cached"`, `"recompute"` or `"frozen"`; see `docs/design.md`.
@@ -106,7 +107,8 @@ def linear_logprobs(
 
     Raises:
         TypeError, ValueError: before any work, for tensors that do not fit together or options without a meaning. A
-            target outside `[0, V)` raises where it can be read without waiting (CPU), and is NaN on an accelerator.
+            target outside `[0, V)` raises where it can be read without waiting (on the CPU, outside torch.compile), and
+            is NaN elsewhere. NotImplementedError for forward-mode derivatives.
 
     Note:
         Under autocast the products run in the autocast dtype, otherwise in the lower of the two inputs'. Gradients come
@@ -126,7 +128,7 @@ def linear_logprobs(
         raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
                          f"{STRATEGIES[1:]}")  # fmt: skip
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
-    transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
+    transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
     if not wanted:
         prepared.needs = (False, False, False)
     values = _deferred(prepared, transform, names, wanted, strategy, memory_budget)
@@ -157,7 +159,8 @@ def fused_linear_loss(
 
     `loss` is an object that follows `liger_losses.chunked.Loss`: a function of statistics, and the smallest unit
     whose contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, N
-    being the scored tokens; the value and gradients are those of the same object called on unfused statistics.
+    being the scored tokens; the value and gradients are those of the same object called on unfused statistics (of which
+    `logprob`, `entropy` and `lse` carry a gradient; the others are numbers to report or to weight with).
 
     Args:
         loss: see `liger_losses.chunked.Loss`.
@@ -192,7 +195,7 @@ def fused_linear_loss(
             "strategy 'auto' or 'immediate'"
         )
     _check_units(loss, hidden, inputs)
-    transform = LogitTransform(1.0 if logit_scale is None else float(logit_scale), softcap, float(temperature))
+    transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
     compiling = torch.compiler.is_compiling()
     fixed = not any(value.requires_grad for value in inputs.values())
@@ -220,6 +223,7 @@ def fused_linear_loss(
         for name, value in values.items()
     }
     value, metrics = loss(shaped, mask, inputs, totals)
+    check_result(value, metrics)
     return value, {name: metric.detach() for name, metric in metrics.items()}
 
 
@@ -290,6 +294,7 @@ def _prepare(
     ignore_index: int,
     logits_dtype: str,
 ) -> _Prepared:
+    check_ignore_index(ignore_index)
     if isinstance(target, ScoredTokens):
         if target.ignore_index != ignore_index:
             raise ValueError(f"ignore_index: got {ignore_index}, but target was read with {target.ignore_index}")

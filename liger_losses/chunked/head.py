@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..kernels import LogitTransform
 
@@ -59,6 +60,9 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
+    _refuse_forward_mode(hidden, weight, bias)
     if weight.dim() != 2:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [V, H]")
     vocab, width = weight.shape
@@ -79,3 +83,12 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name}: got device {tensor.device}, expected {hidden.device}, that of hidden")
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    # The walk has a backward and no forward-mode derivative: left to torch, the tangent would silently be zero.
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError("forward-mode derivatives (torch.func.jvp, forward_ad) are not supported")

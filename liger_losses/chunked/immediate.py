@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels import Emit, RowState, scaled_cast
 from .deferred import finish_weight_gradient
-from .loss import Loss, differentiable_statistics
+from .loss import Loss, check_result, differentiable_statistics
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
 from .walk import Coefficients, TileWalk, WeightGradient
 
@@ -64,6 +64,7 @@ class LossTiles:
         )
         with torch.enable_grad():
             value, metrics = self._call.loss(seen | leaves, mask, self._inputs(group), self._call.totals)
+        check_result(value, metrics)
         gradients: Mapping[str, Tensor | None] = dict.fromkeys(leaves)
         if value.requires_grad:
             sent = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)

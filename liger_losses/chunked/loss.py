@@ -53,6 +53,8 @@ class Loss(Protocol):
 
 def check_loss(loss: object) -> Loss:
     """Raise unless `loss` follows the protocol with known names."""
+    if isinstance(loss, type):
+        raise TypeError(f"loss: got the class {loss.__name__}, expected an instance of it")
     if not isinstance(loss, Loss) or not callable(loss):
         missing = [name for name in ("separability", "statistics", "totals") if not hasattr(loss, name)]
         raise TypeError(
@@ -71,6 +73,8 @@ def check_statistics(argument: str, names: tuple[str, ...], known: tuple[str, ..
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"{argument}: got unknown {unknown}, expected names out of {known}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{argument}: got {tuple(names)}, expected each name once")
 
 
 def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
@@ -78,5 +82,19 @@ def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
     declared: tuple[str, ...] | None = getattr(loss, "differentiable", None)
     if declared is None:
         return tuple(name for name in loss.statistics if name in DIFFERENTIABLE)
-    check_statistics("loss.differentiable", declared, DIFFERENTIABLE)
-    return declared
+    if declared:
+        check_statistics("loss.differentiable", declared, DIFFERENTIABLE)
+    absent = [name for name in declared if name not in loss.statistics]
+    if absent:
+        raise ValueError(f"loss.differentiable: got {absent}, expected names out of loss.statistics {loss.statistics}")
+    return tuple(declared)
+
+
+def check_result(value: object, metrics: Mapping[str, object]) -> None:
+    """Raise unless a loss returned a scalar tensor and metrics that are tensors, the same under every strategy."""
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss: returned {seen}, expected a tensor without dimensions")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Tensor):
+            raise TypeError(f"loss: returned metric {name!r} of type {type(metric).__name__}, expected a torch.Tensor")

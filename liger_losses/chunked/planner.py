@@ -146,14 +146,23 @@ def default_budget(problem: Problem) -> int:
     return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB
 
 
-def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | None = None) -> Plan:
-    """The fastest strategy whose workspace fits `memory_budget` (default: `default_budget`)."""
+def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:
+    """Raise for a strategy, budget or logits dtype without a meaning."""
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {strategy!r}, expected 'auto' or one of {STRATEGIES}")
-    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
+    if logits_dtype not in ("float32", "input"):
+        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
+    if memory_budget is None:
+        return
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):
         raise TypeError(f"memory_budget: got {memory_budget!r}, expected a number of bytes as an int")
-    if memory_budget is not None and memory_budget <= 0:
-        raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0")
+    if not 0 < memory_budget < 1 << 63:
+        raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0 that fit 64 bits")
+
+
+def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | None = None) -> Plan:
+    """The fastest strategy whose workspace fits `memory_budget` (default: `default_budget`)."""
+    check_tiling(strategy, memory_budget)
     # Without gradients (an evaluation of a module that names a strategy) every strategy is the same walk.
     free = strategy == "auto" or not problem.any_grad
     names = _candidates(problem) if free else [_allowed(problem, strategy)]
@@ -392,12 +401,13 @@ def plan(
     memory_budget: int | None = None,
     strategy: str = "auto",
 ) -> Plan:
-    """The plan of a call with these shapes, without making it.
+    """The plan of a `fused_linear_loss` with these shapes, without calling it.
 
     Args:
         tokens: positions, scored or not (rows x length).
         hidden_size, vocab_size: of the head.
-        scored: scored tokens: their number, or one number per row (pairs: chosen rows first). Default: all, in one row.
+        scored: scored tokens: their number, or one number per row (pairs: chosen rows first). Default: all. A single
+            number is one row (for pairs: one pair).
         dtype: of the products. logits_dtype: `"float32"` or `"input"`.
         separability: of the loss: `"token"`, `"sequence"`, `"pair"`, `"batch"`.
         trainable_head, trainable_hidden: whether the weight and the hidden states need gradients.
@@ -409,11 +419,22 @@ def plan(
     if separability not in SEPARABILITY:
         raise ValueError(f"separability: got {separability!r}, expected one of {SEPARABILITY}")
     for name, value in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: got {value!r}, expected an int")
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected >= 1")
-    if logits_dtype not in ("float32", "input"):
-        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
-    counts = (tokens,) if scored is None else ((scored,) if isinstance(scored, int) else tuple(scored))
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype: got {dtype!r}, expected torch.float16, bfloat16, float32 or float64")
+    for name, flag in (("trainable_head", trainable_head), ("trainable_hidden", trainable_hidden)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+    check_tiling(strategy, memory_budget, logits_dtype)
+    if scored is None or isinstance(scored, int):
+        # One number stands for one row, or for a pair of two.
+        total = tokens if scored is None else scored
+        counts: tuple[int, ...] = (total - total // 2, total // 2) if separability == "pair" else (total,)
+    else:
+        counts = tuple(scored)
     if min(counts, default=0) < 0:
         raise ValueError(f"scored: got {min(counts)}, expected counts >= 0")
     if sum(counts) > tokens:
@@ -434,7 +455,7 @@ def plan(
         weight_itemsize=size,
         hidden_grad=trainable_hidden,
         weight_grad=trainable_head,
-        immediate_allowed=separability != "batch",
+        immediate_allowed=True,
         separability=separability,
         row_counts=counts,
     )

@@ -26,6 +26,7 @@ class ScoredTokens:
 
     def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
         check_target(target)
+        check_ignore_index(ignore_index)
         self.shape = target.shape
         self.ignore_index = ignore_index
         rows = target if target.dim() == 2 else target.reshape(1, -1)
@@ -102,6 +103,13 @@ def _upload(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def check_ignore_index(ignore_index: int) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index: got {ignore_index!r}, expected an int")
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index: got {ignore_index}, expected a number that fits 64 bits")
 
 
 def check_target(target: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers.utils import ModelOutput
 
 from liger_losses.chunked import ScoredTokens, linear_logprobs
+from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._head import HeadOptions, backbone_of, check_head, head_options, output_head
 
 IGNORE_INDEX = -100
@@ -153,6 +154,10 @@ def fuse_head(
         differentiable = tuple(name for name in _DIFFERENTIABLE if name in asked)
     if wrong := [name for name in differentiable if name not in _DIFFERENTIABLE or name not in asked]:
         raise ValueError(f"differentiable has {wrong}; expected names of outputs among {list(_DIFFERENTIABLE)}.")
+    check_tiling(strategy, memory_budget, logits_dtype)
+    if strategy == "immediate":
+        raise ValueError("strategy: got 'immediate', which a head asked for log-probabilities cannot use; expected "
+                         "'auto', 'cached', 'recompute' or 'frozen'")  # fmt: skip
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; expected a positive number.")
     if "_original_forward" in vars(model) and accelerator is None:

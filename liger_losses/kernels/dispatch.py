@@ -19,7 +19,7 @@ _requested: contextvars.ContextVar[Implementation | None] = contextvars.ContextV
 
 @contextlib.contextmanager
 def implementation(name: Implementation) -> Iterator[None]:
-    """Run every kernel inside the block with implementation `name`, or raise: a request never falls back silently.
+    """Run the tile kernels inside the block with implementation `name`, or raise: a request never falls back silently.
 
     Args:
         name: `"torch"` or `"triton"`. `"triton"` on CPU tensors needs Triton's interpreter (`TRITON_INTERPRET=1`).
@@ -41,10 +41,12 @@ def _triton_installed() -> bool:
 
 
 def use_triton(tile: Tensor) -> bool:
-    """Whether the Triton form runs on `tile`. fp64 is the oracle's dtype and always takes the twin."""
-    if tile.dtype == torch.float64:
-        return False
+    """Whether the Triton form runs on `tile`. fp64 is the oracle's dtype and has the twin alone."""
     requested = _requested.get()
+    if tile.dtype == torch.float64:
+        if requested == "triton":
+            raise RuntimeError("implementation('triton') was requested for float64, which only the torch form computes")
+        return False
     if requested is not None:
         return requested == "triton"
     return tile.is_cuda and _triton_installed()

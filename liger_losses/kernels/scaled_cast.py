@@ -18,7 +18,12 @@ def scaled_cast(
     if rows.numel() == 0:
         return out
     # torch's own product of mixed dtypes reads element by element on CUDA, at a quarter of the memory's speed.
-    if use_triton(rows) and rows.dim() == 2 and rows.is_contiguous() and factor.dtype == torch.float32:
+    if (
+        rows.dim() == 2
+        and rows.is_contiguous()
+        and torch.float64 not in (rows.dtype, factor.dtype)
+        and use_triton(rows)
+    ):
         from .scaled_cast_triton import scaled_cast_triton
 
         scaled_cast_triton(rows, factor, out)

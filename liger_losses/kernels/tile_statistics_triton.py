@@ -223,12 +223,15 @@ def _fold_kernel(
             )  # fmt: skip
             total = 1.0
         if EMIT == 1:
-            # d logprob / draw = -(e - total [v = y]) slope / total: the target's entry is formed in fp32, rounded once.
-            tl.store(gradient_scale_ptr + row, -1.0 / total)
+            # d logprob / draw = -(e - total [v = y]) slope / total. The target's entry is formed in fp32 and rounded
+            # once; the row's factor takes that rounding back, since one entry often outweighs all the others together.
+            entry = (tl.exp(found - reference) - total) * found_slope
+            rounded = entry.to(out_ptr.dtype.element_ty).to(tl.float32)
+            lost = tl.where((rounded != 0.0) & in_tile, entry / tl.where(rounded != 0.0, rounded, 1.0), 1.0)
+            tl.store(gradient_scale_ptr + row + tl.arange(0, 1), -lost / total)
             tl.debug_barrier()
             if in_tile:
-                entry = (tl.exp(found - reference) - total) * found_slope
-                tl.store(out_row + one, entry.to(out_ptr.dtype.element_ty))
+                tl.store(out_row + one, rounded.to(out_ptr.dtype.element_ty))
         else:
             tl.store(gradient_scale_ptr + row, 1.0 / total)
 

@@ -19,6 +19,11 @@ class LogitTransform:
 
     def __post_init__(self) -> None:
         # Comparisons, which NaN fails: they trace where torch.compile makes numbers symbolic, math.isfinite does not.
+        for name, value in (("logit_scale", self.scale), ("softcap", self.softcap), ("temperature", self.temperature)):
+            if name == "softcap" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+                raise TypeError(f"{name}: got {value!r}, expected a number")
         for name, value in (("temperature", self.temperature), ("softcap", self.softcap)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}: got {value}, expected a finite number > 0")

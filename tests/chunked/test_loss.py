@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -197,3 +199,43 @@ def test_evaluation_with_any_strategy(strategy: str) -> None:
     with torch.no_grad():
         got, _ = fused_linear_loss(loss, *case.head, strategy=strategy)
     torch.testing.assert_close(got, want.detach())
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """A loss that returns what it is told to."""
+
+    answer: Any
+    metrics: Any = None
+    differentiable: tuple[str, ...] = ("logprob",)
+    separability: str = "pair"
+    statistics: tuple[str, ...] = ("logprob",)
+
+    def totals(self, mask: Any, inputs: Any) -> dict:
+        return {}
+
+    def __call__(self, statistics: Any, *rest: Any) -> tuple[Any, Any]:
+        return self.answer(statistics["logprob"]), self.metrics or {}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "immediate", "cached", "recompute"])
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (Answers(lambda logprob: logprob.sum(-1)), "loss: returned shape (4,), expected a tensor without dimensions"),
+        (Answers(lambda logprob: 1.0), "loss: returned float, expected a tensor without dimensions"),
+        (Answers(torch.sum, {"mean": 0.5}), "loss: returned metric 'mean' of type float"),
+    ],
+)
+def test_what_a_loss_returns_is_checked_the_same_everywhere(strategy: str, loss: Answers, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        fused_linear_loss(loss, *make_case(4, 5, 6, 20, torch.float32).head, strategy=strategy)
+
+
+def test_what_a_loss_declares_is_checked() -> None:
+    with pytest.raises(ValueError, match=re.escape("loss.differentiable: got ['entropy'], expected names out of")):
+        fused_linear_loss(Answers(torch.sum, differentiable=("entropy",)), *make_case(4, 5, 6, 20, torch.float32).head)
+    with pytest.raises(TypeError, match="loss: got the class Answers, expected an instance"):
+        fused_linear_loss(Answers, *make_case(4, 5, 6, 20, torch.float32).head)
+    value, _ = fused_linear_loss(Answers(torch.sum, differentiable=()), *make_case(4, 5, 6, 20, torch.float32).head)
+    assert torch.isfinite(value)

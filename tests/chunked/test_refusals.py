@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from liger_losses.chunked import ScoredTokens, api, fused_linear_loss, linear_logprobs
+from liger_losses.chunked import ScoredTokens, api, fused_linear_loss, linear_logprobs, plan
 from liger_losses.chunked.walk import TileWalk
 
 from ..oracle import ToyLoss, make_case
@@ -56,6 +57,16 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": TARGET.clamp_min(0) + 17}, ValueError, "expected a class in [0, 20) or ignore_index=-100"),
     ({"target": TARGET.masked_fill(TARGET < 0, -1)}, ValueError, "target: got -1 at row 1, position 0"),
     ({"target": ScoredTokens(TARGET, -1)}, ValueError, "ignore_index: got -100, but target was read with -1"),
+    ({"ignore_index": -100.0}, TypeError, "ignore_index: got -100.0, expected an int"),
+    ({"ignore_index": True}, TypeError, "ignore_index: got True, expected an int"),
+    ({"ignore_index": None}, TypeError, "ignore_index: got None, expected an int"),
+    ({"ignore_index": 1 << 70}, ValueError, "expected a number that fits 64 bits"),
+    ({"memory_budget": 10**30}, ValueError, "expected bytes > 0 that fit 64 bits"),
+    ({"weight": WEIGHT.to_sparse()}, TypeError, "weight: got layout torch.sparse_coo, expected a dense tensor"),
+    ({"temperature": "2"}, TypeError, "temperature: got '2', expected a number"),
+    ({"temperature": None}, TypeError, "temperature: got None, expected a number"),
+    ({"softcap": [1.0]}, TypeError, "softcap: got [1.0], expected a number"),
+    ({"logit_scale": True}, TypeError, "logit_scale: got True, expected a number"),
     ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number > 0"),
     ({"temperature": -1.0}, ValueError, "temperature: got -1.0"),
     ({"temperature": NAN}, ValueError, "temperature: got nan"),
@@ -190,3 +201,39 @@ def test_every_option_of_the_two_calls_is_tested_here() -> None:
     tested |= {"loss", "inputs", "max_units", "statistics", "differentiable", "ignore_index"}
     for call in (api.linear_logprobs, api.fused_linear_loss):
         assert set(inspect.signature(call).parameters) <= tested
+
+
+@pytest.mark.parametrize("names", [{"statistics": ("logprob", "logprob")}, {"differentiable": ("logprob", "logprob")}])
+def test_a_name_twice_is_refused(names: dict) -> None:
+    with pytest.raises(ValueError, match="expected each name once"):
+        linear_logprobs(*CASE.head, **{"statistics": ("logprob",), **names})
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_forward_mode_is_refused(trainable: bool) -> None:
+    """A walk without a forward-mode derivative would answer with a tangent of zero."""
+    hidden, weight = HIDDEN.detach(), WEIGHT.detach().requires_grad_(trainable)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda h: linear_logprobs(h, weight, TARGET), (hidden,), (torch.ones_like(hidden),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        linear_logprobs(forward_ad.make_dual(hidden, torch.ones_like(hidden)), weight, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hidden_size": 2.5}, TypeError, "hidden_size: got 2.5, expected an int"),
+        ({"tokens": True}, TypeError, "tokens: got True, expected an int"),
+        ({"dtype": torch.int64}, TypeError, "dtype: got torch.int64"),
+        ({"dtype": "bf16"}, TypeError, "dtype: got 'bf16'"),
+        ({"trainable_head": "no"}, TypeError, "trainable_head: got 'no', expected True or False"),
+        ({"strategy": "immediate", "separability": "batch"}, ValueError, "separable only by 'batch'"),
+    ],
+)
+def test_refused_by_plan(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        plan(**{"tokens": 64, "hidden_size": 8, "vocab_size": 100, **options})
+
+
+def test_a_single_number_of_scored_tokens_is_one_pair() -> None:
+    assert plan(tokens=65, hidden_size=8, vocab_size=100, separability="pair").problem.row_counts == (33, 32)

@@ -17,7 +17,8 @@ def test_the_twin_runs_on_cpu_unless_triton_is_asked_for() -> None:
     assert not use_triton(tile)
     with implementation("triton"):
         assert use_triton(tile)
-        assert not use_triton(tile.double())
+        with pytest.raises(RuntimeError, match="requested for float64"):
+            use_triton(tile.double())
         with implementation("torch"):
             assert not use_triton(tile)
         assert use_triton(tile)
