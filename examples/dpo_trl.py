@@ -109,7 +109,7 @@ def measure_head(trainer: DPOTrainer, device: str) -> dict[str, tuple[float, flo
     print(
         f"head: {target.numel()} tokens, {scored} of them scored, hidden {hidden.shape[-1]}, vocabulary {len(weight)}"
     )
-    ways = {"full logits": full, "fused": fused}
+    ways = {f"full logits\n{target.numel():,} positions": full, f"fused\n{scored:,} scored positions": fused}
     return {name: (peak_bytes(way, device) / MIB, median_ms(way, device)) for name, way in ways.items()}
 
 
@@ -189,7 +189,7 @@ def main() -> None:
     way = "torch.cuda.max_memory_allocated" if device == "cuda" else "torch's CPU allocator, by the profiler's record"
     print(f"loss head, forward and backward on one held-out batch (memory by {way})")
     for name, (memory, milliseconds) in head.items():
-        print(f"  {name:16s} {memory:8.1f} MiB {milliseconds:8.1f} ms")
+        print(f"  {name.replace(chr(10), ', '):32s} {memory:8.1f} MiB {milliseconds:8.1f} ms")
     pairs = args.dataset or f"pairs {PAIRS_ARE.split(':')[0]}"
     chart = args.output / "dpo.png"
     draw(trainer.state.log_history, head, chart, f"DPO on fused heads: {args.model or 'a small Llama'}, {pairs}")
