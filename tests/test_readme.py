@@ -20,4 +20,4 @@ def test_blocks_were_found() -> None:
 
 @pytest.mark.parametrize("block", ALONE, ids=range(len(ALONE)))
 def test_block_runs(block: str) -> None:
-    exec(compile(block, str(README), "exec"), {"__name__": "readme"})
+    exec(compile(block, str(README), "exec", dont_inherit=True), {"__name__": "__main__"})
