@@ -114,33 +114,21 @@ def _(
     target: Tensor,
     index: Tensor | None,
     row_counts: list[int] | None,
-    statistics: str,
-    differentiable: str,
-    ignore_index: int,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    strategy: str,
-    memory_budget: int | None,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    *scalars: Any,
 ) -> list[Tensor]:
-    wide = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    options = CallOptions(*scalars)
+    needs_hidden, needs_weight, needs_bias = options.needs
+    compute, wide = options.compute_dtype, options.precision.statistics
     values = [
-        hidden.new_empty(hidden.shape[0], dtype=torch.bool if name == "is_top1" else wide)
-        for name in statistics.split(",")
+        hidden.new_empty(hidden.shape[0], dtype=torch.bool if name == "is_top1" else wide) for name in options.names
     ]
-    nothing = hidden.new_empty(0, dtype=compute_dtype)
-    keep_product = strategy in ("cached", "frozen") and needs_hidden
-    kept = hidden.new_empty(hidden.shape, dtype=compute_dtype) if keep_product else nothing
-    cache = torch.empty_like(nothing)
-    if strategy == "cached" and (needs_weight or needs_bias):
+    kept, cache = (hidden.new_empty(0, dtype=compute) for _ in range(2))
+    if options.strategy in ("cached", "frozen") and needs_hidden:
+        kept = hidden.new_empty(hidden.shape, dtype=compute)
+    if options.strategy == "cached" and (needs_weight or needs_bias):
         rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
         padded = -(-weight.shape[0] // 8) * 8
-        cache = hidden.new_empty((rows, padded), dtype=compute_dtype)[:, : weight.shape[0]]
+        cache = hidden.new_empty((rows, padded), dtype=compute)[:, : weight.shape[0]]
     per_token = [hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2)]
     return [*values, *per_token, kept, cache]
 
