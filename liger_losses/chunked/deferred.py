@@ -17,6 +17,7 @@ from ..kernels import (
 )
 from .head import Precision
 from .planner import Problem
+from .tokens import Ranges
 from .walk import TileWalk, WeightGradient, power_of_two_at_least
 
 
@@ -49,7 +50,7 @@ def describe(
     )
 
 
-def _tile_ranges(count: int, rows: int) -> list[tuple[tuple[int, int], ...]]:
+def _tile_ranges(count: int, rows: int) -> list[Ranges]:
     return [((start, min(start + rows, count)),) for start in range(0, count, rows)]
 
 

@@ -19,7 +19,7 @@ ROW_BLOCK = 128
 VOCAB_BLOCK = 128
 _MIB = 1 << 20
 
-# Rows a product of a gradient tile with the weight takes at a time, at least. Measured on an H200: 2,048 rows are 10 %
+# Rows a product of a gradient tile with the weight takes at a time, at most. Measured on an H200: 2,048 rows are 10 %
 # faster than 8,192 in one piece, and fewer leave processors idle.
 PRODUCT_ROWS = 2048
 

@@ -217,13 +217,5 @@ class TileWalk:
         return make(self.hidden.shape, dtype=self.precision.compute, device=self.hidden.device)
 
 
-def _product_pieces(ranges: Ranges) -> list[Ranges]:
-    """Pieces of `PRODUCT_ROWS` tokens; the last takes what is left, up to twice as many."""
-    pieces = split_ranges(ranges, PRODUCT_ROWS)
-    if len(pieces) > 1 and sum(stop - start for start, stop in pieces[-1]) < PRODUCT_ROWS:
-        pieces[-2:] = [pieces[-2] + pieces[-1]]
-    return pieces
-
-
 def _slices(count: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
