@@ -260,6 +260,18 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
                 f"chunk_size: got {chunk_size}, expected 1 for loss_type {', '.join(self.loss.type_names)}, which "
                 "needs all pairs of the batch at once"
             )
+        if chunk_size > 1 and strategy not in ("auto", "immediate"):
+            raise ValueError(
+                f"chunk_size: got {chunk_size} with strategy={strategy!r}, whose tiles hold tokens; expected 1"
+            )
+        if strategy == "immediate" and self.loss.separability == "batch":
+            raise ValueError(
+                f"strategy: got 'immediate' with loss_type {', '.join(self.loss.type_names)}, which needs all pairs of "
+                "the batch at once; expected another strategy"
+            )
+        for name, value in (("ref_softcap", ref_softcap), ("ref_logit_scale", ref_logit_scale)):
+            if value is not None and not use_ref_model:
+                raise ValueError(f"{name}: got {value} with use_ref_model=False, expected None: nothing would read it")
 
     def forward(
         self,
