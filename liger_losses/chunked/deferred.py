@@ -240,7 +240,7 @@ def _backward_recompute(
             _block_product(out, hidden, d_weight[block], unit, wide)
         if d_bias is not None and ones is not None:
             _block_product(out, ones, d_bias[block].unsqueeze(-1), unit, wide)
-    del logits, gradient, rows, out  # before the hidden gradient is cast
+    del logits, gradient, rows, out, hidden  # before the hidden gradient is cast
     return _positions(walk, d_hidden, unit, dtypes[0]), d_weight, d_bias
 
 

@@ -367,7 +367,9 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
 
     def workspace_of(columns: int) -> int:
         walking = compact + accumulator + columns * per_column + p.returned_weight + _weight_copy(p)
-        finishing = accumulator + p.returned_bytes
+        # The hidden gradient is cast, and where tokens are scattered the cast is a copy beside the result.
+        cast = p.hidden_grad * (p.tokens < p.positions) * p.tokens * p.hidden_size * p.hidden_itemsize
+        finishing = accumulator + cast + p.returned_bytes
         return max(forward, walking, finishing) - p.returned_bytes
 
     most = min(_MOST_COLUMNS, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)
