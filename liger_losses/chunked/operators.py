@@ -72,33 +72,27 @@ class CallOptions:
         return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan)
 
 
-@torch.library.custom_op("liger_losses::token_statistics", mutates_args=())
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? index, SymInt[]? row_counts"
+_SCALARS = (  # in the order of CallOptions
+    "str statistics, str differentiable, SymInt ignore_index, float scale, float? softcap, float temperature, "
+    "ScalarType compute_dtype, ScalarType logits_dtype, str strategy, SymInt? memory_budget, "
+    "bool needs_hidden, bool needs_weight, bool needs_bias"
+)
+_KEPT = "Tensor? entropy, Tensor lse, Tensor gradient_scale, Tensor kept, Tensor cache"
+
+
+@torch.library.custom_op("liger_losses::token_statistics", mutates_args=(), schema=f"({_HEAD}, {_SCALARS}) -> Tensor[]")
 def token_statistics(
-    hidden: Tensor,
+    hidden: Tensor,  # [P, H]
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor,
+    target: Tensor,  # [R, T]
     index: Tensor | None,
     row_counts: list[int] | None,
-    statistics: str,
-    differentiable: str,
-    ignore_index: int,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    strategy: str,
-    memory_budget: int | None,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    *scalars: Any,
 ) -> list[Tensor]:
-    """Statistics of every position (`hidden` `[P, H]`, `target` `[R, T]`), then what backward needs."""
-    options = CallOptions(
-        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
-        memory_budget, needs_hidden, needs_weight, needs_bias,
-    )  # fmt: skip
+    """Statistics of every position, then what backward needs."""
+    options = CallOptions(*scalars)
     with outside_autocast(hidden.device):
         walk = options.walk(hidden, weight, bias, target, index, row_counts)
         rows = walk.scored.count if row_counts is not None else hidden.shape[0]
@@ -133,14 +127,18 @@ def _(
     return [*values, *per_token, kept, cache]
 
 
-@torch.library.custom_op("liger_losses::token_statistics_backward", mutates_args=())
+@torch.library.custom_op(
+    "liger_losses::token_statistics_backward",
+    mutates_args=(),
+    schema=f"(Tensor? dlogprob, Tensor? dentropy, Tensor? dlse, {_KEPT}, {_HEAD}, {_SCALARS}) -> Tensor[]",
+)
 def token_statistics_backward(
     dlogprob: Tensor | None,
     dentropy: Tensor | None,
     dlse: Tensor | None,
     entropy: Tensor | None,
     lse: Tensor,
-    scale_of_gradient: Tensor,
+    gradient_scale: Tensor,
     kept: Tensor,
     cache: Tensor,
     hidden: Tensor,
@@ -149,25 +147,10 @@ def token_statistics_backward(
     target: Tensor,
     index: Tensor | None,
     row_counts: list[int] | None,
-    statistics: str,
-    differentiable: str,
-    ignore_index: int,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    strategy: str,
-    memory_budget: int | None,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    *scalars: Any,
 ) -> list[Tensor]:
     """Gradients of hidden, weight and bias; empty where not needed."""
-    options = CallOptions(
-        statistics, differentiable, ignore_index, scale, softcap, temperature, compute_dtype, logits_dtype, strategy,
-        memory_budget, needs_hidden, needs_weight, needs_bias,
-    )  # fmt: skip
+    options = CallOptions(*scalars)
     with outside_autocast(hidden.device):
         walk = options.walk(hidden, weight, bias, target, index, row_counts)
         # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
@@ -175,29 +158,14 @@ def token_statistics_backward(
         sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in (dlogprob, dentropy, dlse)]
         coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2])
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        gradients = backward(walk, options.needs, coefficients, lse, entropy, scale_of_gradient, kept, cache, dtypes)
+        gradients = backward(walk, options.needs, coefficients, lse, entropy, gradient_scale, kept, cache, dtypes)
         return [hidden.new_empty(0) if g is None else g for g in gradients]
 
 
 @token_statistics_backward.register_fake
-def _(
-    dlogprob: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    entropy: Tensor | None,
-    lse: Tensor,
-    scale_of_gradient: Tensor,
-    kept: Tensor,
-    cache: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    index: Tensor | None,
-    row_counts: list[int] | None,
-    *options: Any,
-) -> list[Tensor]:
-    needs = options[-3:]
+def _(*arguments: Any) -> list[Tensor]:
+    hidden, weight, bias = arguments[8:11]
+    needs = arguments[-3:]
     like = (hidden, weight, weight if bias is None else bias)
     return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
 
