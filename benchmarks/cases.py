@@ -104,6 +104,7 @@ class Inputs:
     hidden: Tensor  # [R, T, H]
     weight: Tensor  # [V, H]
     target: Tensor  # [R, T], IGNORE_INDEX on the prompt
+    loaded: Tensor  # the same where a data loader leaves it, on the host
     reference_hidden: Tensor | None = None  # [R, T, H]
     reference_weight: Tensor | None = None  # [V, H]
 
@@ -123,7 +124,9 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
     weight = normal(head.vocab, head.hidden).mul_(scale)
     target = torch.randint(0, head.vocab, (case.rows, case.length), generator=generator, device=device)
     target[:, : int(case.prompt * case.length)] = IGNORE_INDEX
-    inputs = Inputs(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not case.frozen), target)
+    inputs = Inputs(
+        hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not case.frozen), target, target.cpu()
+    )
     if WORKLOADS[case.workload].reference:
         inputs.reference_hidden = (hidden + 0.1 * normal(*hidden.shape)).to(dtype)
         inputs.reference_weight = (weight + 0.1 * scale * normal(*weight.shape)).to(dtype)

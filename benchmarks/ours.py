@@ -23,8 +23,8 @@ def _cross_entropy(inputs: Inputs, options: dict[str, Any]) -> Step:
     from liger_losses.chunked import fused_linear_loss
     from liger_losses.losses import CrossEntropyLoss
 
-    loss, target = CrossEntropyLoss(), inputs.target.cpu()
-    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, target, **options)[0]
+    loss = CrossEntropyLoss()
+    return lambda: fused_linear_loss(loss, inputs.hidden, inputs.weight, inputs.loaded, **options)[0]
 
 
 def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
@@ -32,8 +32,7 @@ def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
 
     module = LigerFusedLinearDPOLoss(beta=DPO_BETA, **options)
     reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
-    target = inputs.target.cpu()
-    return lambda: module(inputs.weight, inputs.hidden, target, **reference)[0]
+    return lambda: module(inputs.weight, inputs.hidden, inputs.loaded, **reference)[0]
 
 
 # By workload: what builds the step, and the separability under which the planner sees it.

@@ -81,7 +81,7 @@ def run(case: Case, implementation: Implementation, device: torch.device, repeat
     found: dict[str, Any] = {"case": case.name, "implementation": implementation.name}
     inputs = make_inputs(case, device)
     for place, target in (("device", inputs.target), ("cpu", inputs.target.cpu())):
-        placed = replace(inputs, target=target)
+        placed = replace(inputs, loaded=target)
         step = implementation.build(case, placed, None)
 
         def work(step: Any = step, placed: Any = placed) -> None:
