@@ -12,7 +12,7 @@ from ..kernels import DIFFERENTIABLE, LogitTransform
 from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
 from .immediate import ImmediateCall, ImmediateFunction
-from .loss import Loss, check_loss, check_result, check_statistics, differentiable_statistics
+from .loss import Loss, check_loss, check_result, check_statistics, differentiable_statistics, only_logprob
 from .operators import token_statistics
 from .planner import STRATEGIES, Plan, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
@@ -314,10 +314,9 @@ def _plan(
     memory_budget: int | None,
     **more: Any,
 ) -> Plan:
-    only_logprob = all(name == "logprob" for name in differentiable)
     problem = describe(
         prepared.hidden, prepared.weight, scored.row_counts, prepared.precision, prepared.needs,
-        only_logprob_grad=only_logprob, **more,
+        only_logprob_grad=only_logprob(differentiable), **more,
     )  # fmt: skip
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
 
@@ -369,12 +368,12 @@ def _traced_strategy(prepared: _Prepared, differentiable: tuple[str, ...], strat
     """While tracing, the number of scored tokens is unknown: decide from the shapes that are."""
     if strategy != "auto":
         return strategy
-    only_logprob = all(name == "logprob" for name in differentiable)
-    if not any(prepared.needs) or (only_logprob and not (prepared.needs[1] or prepared.needs[2])):
+    one_matrix = only_logprob(differentiable)
+    if not any(prepared.needs) or (one_matrix and not (prepared.needs[1] or prepared.needs[2])):
         return "frozen"
     # The cache of all positions is no larger than an fp32 sum of the head's gradient would be.
     small = prepared.hidden.shape[0] * prepared.precision.compute.itemsize <= 4 * prepared.weight.shape[1]
-    return "cached" if only_logprob and small else "recompute"
+    return "cached" if one_matrix and small else "recompute"
 
 
 def _run(

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..kernels import LogitTransform
-
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -21,15 +19,24 @@ class Precision:
     logits: torch.dtype
     statistics: torch.dtype
 
+    @classmethod
+    def of(cls, compute: torch.dtype, logits: torch.dtype) -> Precision:
+        """Statistics and sums are fp32, and fp64 where the products are."""
+        return cls(compute, logits, torch.float64 if compute == torch.float64 else torch.float32)
+
+
+def check_logits_dtype(logits_dtype: str) -> None:
+    if logits_dtype not in ("float32", "input"):
+        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
+
 
 def choose_precision(hidden: Tensor, weight: Tensor, logits_dtype: str) -> Precision:
     """The dtype autocast asks for, else the lower of the two; fp64 stays fp64 throughout."""
-    if logits_dtype not in ("float32", "input"):
-        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
+    check_logits_dtype(logits_dtype)
     kinds = {hidden.dtype, weight.dtype}
     device = hidden.device.type
     if kinds == {torch.float64}:
-        return Precision(torch.float64, torch.float64, torch.float64)
+        return Precision.of(torch.float64, torch.float64)
     if torch.is_autocast_enabled(device):
         compute = torch.get_autocast_dtype(device)
     elif len(kinds) == 1:
@@ -39,16 +46,7 @@ def choose_precision(hidden: Tensor, weight: Tensor, logits_dtype: str) -> Preci
     else:
         compute = min(kinds, key=lambda dtype: torch.finfo(dtype).bits)
     logits = compute if logits_dtype == "input" else torch.float32
-    return Precision(compute, logits, torch.float32)
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """Everything about a call that is not a tensor."""
-
-    transform: LogitTransform
-    ignore_index: int = -100
-    logits_dtype: str = "float32"
+    return Precision.of(compute, logits)
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape: torch.Size) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels import Emit, RowState, scaled_cast
 from .deferred import finish_weight_gradient
-from .loss import Loss, check_result, differentiable_statistics
+from .loss import Loss, check_result, differentiable_statistics, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
 from .walk import Coefficients, TileWalk, WeightGradient
 
@@ -47,7 +47,7 @@ class LossTiles:
 
     @property
     def only_logprob(self) -> bool:
-        return all(name == "logprob" for name in self._differentiable)
+        return only_logprob(self._differentiable)
 
     def evaluate(self, group: UnitGroup, statistics: Mapping[str, Tensor]) -> Coefficients:
         """Coefficients of the group's tokens, in compact order, from their statistics."""

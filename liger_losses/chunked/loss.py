@@ -90,6 +90,11 @@ def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
     return tuple(declared)
 
 
+def only_logprob(differentiable: tuple[str, ...]) -> bool:
+    """Whether no other statistic sends a gradient back: then one matrix serves every loss (docs/design.md)."""
+    return all(name == "logprob" for name in differentiable)
+
+
 def check_result(value: object, metrics: Mapping[str, object]) -> None:
     """Raise unless a loss returned a scalar tensor and metrics that are tensors, the same under every strategy."""
     if not isinstance(value, Tensor) or value.dim() != 0:

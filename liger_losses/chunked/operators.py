@@ -14,7 +14,8 @@ from torch import Tensor
 from ..kernels import DIFFERENTIABLE, LogitTransform
 from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
-from .planner import make_plan
+from .loss import only_logprob
+from .planner import make_plan, padded_columns
 from .tokens import ScoredOnDevice, ScoredTokens
 from .walk import TileWalk
 
@@ -47,8 +48,7 @@ class CallOptions:
 
     @property
     def precision(self) -> Precision:
-        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
-        return Precision(self.compute_dtype, self.logits_dtype, wide)
+        return Precision.of(self.compute_dtype, self.logits_dtype)
 
     def walk(
         self,
@@ -65,7 +65,7 @@ class CallOptions:
             scored = ScoredOnDevice(target.reshape(-1), target != self.ignore_index, index, tuple(row_counts))
         problem = describe(
             hidden, weight, scored.row_counts, self.precision, self.needs,
-            only_logprob_grad=self.differentiable in ("", "logprob"),
+            only_logprob_grad=only_logprob(tuple(filter(None, self.differentiable.split(",")))),
         )  # fmt: skip
         plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
         transform = LogitTransform(self.scale, self.softcap, self.temperature)
@@ -121,8 +121,7 @@ def _(
         kept = hidden.new_empty(hidden.shape, dtype=compute)
     if options.strategy == "cached" and (needs_weight or needs_bias):
         rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
-        padded = -(-weight.shape[0] // 8) * 8
-        cache = hidden.new_empty((rows, padded), dtype=compute)[:, : weight.shape[0]]
+        cache = hidden.new_empty((rows, padded_columns(weight.shape[0])), dtype=compute)[:, : weight.shape[0]]
     per_token = [hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2)]
     return [*values, *per_token, kept, cache]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .head import check_logits_dtype
 from .tokens import SEPARABILITY, group_units
 
 STRATEGIES = ("immediate", "cached", "recompute", "frozen")
@@ -34,6 +35,11 @@ _LEAST_COLUMNS = 1024
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
+
+
+def padded_columns(vocab_size: int) -> int:
+    """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
+    return -(-vocab_size // 8) * 8
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,7 @@ class Problem:
 
     @property
     def padded_vocab(self) -> int:
-        """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
-        return -(-self.vocab_size // 8) * 8
+        return padded_columns(self.vocab_size)
 
     @property
     def in_place(self) -> bool:
@@ -150,8 +155,7 @@ def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "
     """Raise for a strategy, budget or logits dtype without a meaning."""
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {strategy!r}, expected 'auto' or one of {STRATEGIES}")
-    if logits_dtype not in ("float32", "input"):
-        raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
+    check_logits_dtype(logits_dtype)
     if memory_budget is None:
         return
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):

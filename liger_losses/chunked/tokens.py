@@ -188,15 +188,11 @@ class UnitGroup:
 
 
 def unit_sizes(row_counts: tuple[int, ...], separability: str) -> list[int]:
-    """Scored tokens of each unit."""
+    """Scored tokens of each pair or sequence."""
     if separability == "pair":
         half = len(row_counts) // 2
         return [chosen + rejected for chosen, rejected in zip(row_counts[:half], row_counts[half:], strict=True)]
-    if separability == "sequence":
-        return list(row_counts)
-    if separability == "token":
-        return [1] * sum(row_counts)
-    return [sum(row_counts)]
+    return list(row_counts)
 
 
 def pack_units(sizes: list[int], capacity: int, max_units: int | None) -> list[tuple[int, int]]:
