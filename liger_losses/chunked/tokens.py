@@ -35,6 +35,7 @@ class ScoredTokens:
         self._mask = rows != ignore_index
         counts = self._mask.sum(-1)
         self._on: dict[torch.device, ScoredOnDevice] = {}
+        self._in_range: int | None = None  # the smallest vocabulary that the targets were found to fit
         self._event: torch.cuda.Event | None = None
         if counts.is_cuda:
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
@@ -70,7 +71,11 @@ class ScoredTokens:
 
         On an accelerator such a token's log-probability is NaN instead: nothing is trained on it unnoticed.
         """
-        if self._target.is_cuda or self._target.is_meta:
+        if (
+            self._target.is_cuda
+            or self._target.is_meta
+            or (self._in_range is not None and vocab_size >= self._in_range)
+        ):
             return
         wrong = self._mask & ((self._target < 0) | (self._target >= vocab_size))
         if bool(wrong.any()):
@@ -79,6 +84,7 @@ class ScoredTokens:
                 f"target: got {int(self._target[row, column])} at row {row}, position {column}; expected a class in "
                 f"[0, {vocab_size}) or ignore_index={self.ignore_index}"
             )
+        self._in_range = vocab_size
 
     def to(self, device: torch.device) -> ScoredOnDevice:
         """Targets, mask and the positions of scored tokens on `device`, without a synchronisation."""
