@@ -20,13 +20,14 @@ ROW_BLOCK = 128
 VOCAB_BLOCK = 128
 _MIB = 1 << 20
 
-# Rows a product of a gradient tile with the weight takes at a time, at most. Measured on an H200: 2,048 rows are 10 %
-# faster than 8,192 in one piece, and fewer leave processors idle.
-PRODUCT_ROWS = 2048
+# Rows a product of a gradient tile with the weight takes at a time, at most (measured on an H200: from 3,072 rows on the
+# rate no longer rises).
+PRODUCT_ROWS = 3072
 
-# Rows projected at a time, at most: more do not make the product faster. Where the logits compete with a gradient tile
-# for one budget, half of that: the second thousand rows gain 2 %, a tile that holds one unit more gains more.
-_MOST_LOGIT_ROWS = 2048
+# Rows projected at a time, the dearest choice first. Measured on an H200 with fp32 logits at V 128,256 and 152,064:
+# multiples of 384 run at the full rate from 768 on, while 896, 1,024 and 2,048 rows lose 2 to 6 %.
+_LOGIT_ROWS = (1536, 1152, 768, 384, 256, ROW_BLOCK)
+_FULL_RATE_ROWS = 768
 
 # Vocabulary columns a block: at most, and at least where blocks are a choice.
 _MOST_COLUMNS = 8192
@@ -143,10 +144,10 @@ def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
-    for tiles. Without: 1.125 GiB, where larger tiles stop paying.
+    for tiles. Without: 1.1875 GiB, where larger tiles stop paying.
     """
     if not problem.weight_grad:
-        return 1152 * _MIB
+        return 1216 * _MIB
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
     return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB
 
@@ -229,7 +230,7 @@ def _cost(plan: Plan) -> float:
         blocks = -(-p.vocab_size // plan.vocab_block)
         moved = blocks * 2 * p.tokens * p.hidden_size * p.statistics_bytes
     one_product = 2 * max(p.tokens, 1) * p.hidden_size * p.vocab_size
-    return plan.gemms + moved * _FLOPS_PER_BYTE / one_product
+    return plan.gemms + _slow_rows(plan.logit_rows, p) + moved * _FLOPS_PER_BYTE / one_product
 
 
 def _round_rows(rows: int, p: Problem) -> int:
@@ -237,10 +238,15 @@ def _round_rows(rows: int, p: Problem) -> int:
     return max(ROW_BLOCK, min(rows // ROW_BLOCK * ROW_BLOCK, needed))
 
 
-def _logit_rows(p: Problem, budget: int, most: int) -> int:
-    """Rows projected at a time in a tile that has more: `most` unless they are too dear."""
-    per_row = p.padded_vocab * p.logits_bytes
-    return _round_rows(min(most, budget // 2 // per_row), p)
+def _logit_rows(p: Problem) -> list[int]:
+    """The choices of rows projected at a time, at these shapes, the largest first."""
+    return sorted({_round_rows(rows, p) for rows in _LOGIT_ROWS}, reverse=True)
+
+
+def _slow_rows(logit_rows: int, p: Problem) -> float:
+    """What products over few rows cost beyond one at the full rate, in products."""
+    full = min(_FULL_RATE_ROWS, _round_rows(_FULL_RATE_ROWS, p))
+    return 0.05 * max(0.0, full / logit_rows - 1)
 
 
 def _weight_copy(p: Problem) -> int:
@@ -277,15 +283,16 @@ def _compact_bytes(p: Problem) -> int:
 def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile, and workspace, of a walk without gradients: the logits buffer is the tile.
 
-    Whole rows while at least a thousand of them fit; with less memory all tokens over a block of the vocabulary,
+    Whole rows while enough of them fit for the full rate; with less memory all tokens over a block of the vocabulary,
     because a product over few rows reads the weight for little arithmetic.
     """
 
     def rows_bytes(rows: int) -> int:
         return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
 
-    rows = min(_MOST_LOGIT_ROWS, _largest(rows_bytes, budget, p))
-    if rows < min(_MOST_LOGIT_ROWS // 2, p.tokens):
+    choices = _logit_rows(p)
+    rows = next((rows for rows in choices if rows_bytes(rows) <= budget), choices[-1])
+    if rows < min(_FULL_RATE_ROWS, p.tokens):
         fixed = _compact_bytes(p) + _weight_copy(p)
         columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
         if _LEAST_COLUMNS <= columns < p.vocab_size:
@@ -297,16 +304,23 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
     if not p.any_grad:
         rows, columns, workspace = _statistics_alone(p, budget)
         return Plan(p, "frozen", rows, rows, p.vocab_size, 1.0, workspace, budget, forward_columns=columns)
-    logit_rows = _logit_rows(p, budget, _MOST_LOGIT_ROWS)
 
-    def workspace_of(rows: int) -> int:
-        forward = p.hidden_bytes + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
-        backward = p.hidden_bytes + p.returned_bytes
-        return max(forward, backward) - p.returned_bytes
+    def plan_with(logit_rows: int) -> Plan:
+        def workspace_of(rows: int) -> int:
+            forward = p.hidden_bytes + _tile_bytes(p, rows, logit_rows) + _weight_copy(p)
+            backward = p.hidden_bytes + p.returned_bytes
+            return max(forward, backward) - p.returned_bytes
 
-    rows = _largest(workspace_of, budget, p)
-    rows = min(rows, PRODUCT_ROWS)
-    return Plan(p, "frozen", rows, min(rows, logit_rows), p.vocab_size, 2.0, workspace_of(rows), budget)
+        # Whole projections: a tile's last one would otherwise be a slow one.
+        rows = max(1, min(PRODUCT_ROWS, _largest(workspace_of, budget, p)) // logit_rows) * logit_rows
+        return Plan(p, "frozen", rows, logit_rows, p.vocab_size, 2.0, workspace_of(rows), budget)
+
+    return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
+
+
+def _fast_rows(plan: Plan) -> tuple[bool, float, int]:
+    """Sorts plans of one strategy: those that fit, at full rate, with the largest products."""
+    return plan.workspace > plan.budget, _slow_rows(plan.logit_rows, plan.problem), -plan.tile_rows
 
 
 def _plan_cached(p: Problem, budget: int) -> Plan:
@@ -322,16 +336,15 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
         backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
         return max(forward, backward) - p.returned_bytes
 
-    logit_rows = min(_MOST_LOGIT_ROWS, _largest(workspace_of, budget, p))
+    choices = _logit_rows(p)
+    logit_rows = next((rows for rows in choices if workspace_of(rows) <= budget), choices[-1])
     gemms = 1.0 + p.hidden_grad + p.weight_grad
     return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace_of(logit_rows), budget)
 
 
 def _plan_immediate(p: Problem, budget: int) -> Plan:
     # Logits and gradient tile share the budget: fewer rows projected at a time where that lets a unit stay whole.
-    most = _logit_rows(p, budget, _MOST_LOGIT_ROWS // 2)
-    rows = [most >> halvings for halvings in range(3) if most >> halvings >= ROW_BLOCK] or [most]
-    plans = [_immediate_with(p, budget, -(-r // ROW_BLOCK) * ROW_BLOCK) for r in rows]
+    plans = [_immediate_with(p, budget, rows) for rows in _logit_rows(p)]
     return min(plans, key=lambda plan: (plan.workspace > budget, _cost(plan)))
 
 
