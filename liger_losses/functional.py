@@ -1,66 +1,50 @@
 """The losses as functions, under liger-kernel's names and in its argument order: `_input` first, then the weight.
 
-(The modules' `forward` takes the weight first. That is liger-kernel's interface, too; a swap raises.)
+(The `forward` of most modules takes the weight first. That is liger-kernel's interface, too; a swap raises.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from .chunked import ScoredTokens
 from .modules import LigerFusedLinearDPOLoss
 
 
-def liger_fused_linear_dpo(
-    _input: Tensor,  # [2B, T, H], chosen rows first
-    weight: Tensor,  # [V, H]
-    target: Tensor | ScoredTokens,  # [2B, T]
-    bias: Tensor | None = None,  # [V]
-    ref_input: Tensor | None = None,  # [2B, T, H']
-    ref_weight: Tensor | None = None,  # [V, H']
-    ref_bias: Tensor | None = None,  # [V]
-    ignore_index: int = -100,
-    beta: float = 0.1,
-    compute_nll_loss: bool = False,
-    compiled: bool = True,
-    use_ref_model: bool = True,
-    average_log_prob: bool = False,
-    chunk_size: int = 1,
-    loss_type: str | Sequence[str] = "sigmoid",
-    label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05,
-    alpha: float = 1.0,
-    *,
-    ref_chosen_logps: Tensor | None = None,  # [B]
-    ref_rejected_logps: Tensor | None = None,  # [B]
-    **options: Any,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`LigerFusedLinearDPOLoss` as a function; `options` are its keyword-only ones. Returns and raises what it does."""
-    module = LigerFusedLinearDPOLoss(
-        ignore_index,
-        beta,
-        alpha,
-        compute_nll_loss,
-        compiled,
-        use_ref_model,
-        average_log_prob,
-        chunk_size,
-        loss_type,
-        label_smoothing,
-        discopop_tau,
-        **options,
-    )
-    return module(
-        weight,
-        _input,
-        target,
-        bias,
-        ref_input,
-        ref_weight,
-        ref_bias,
-        ref_chosen_logps=ref_chosen_logps,
-        ref_rejected_logps=ref_rejected_logps,
-    )
+def _function(module: type[torch.nn.Module], name: str, order: str, weight: str = "lin_weight") -> Callable[..., Any]:
+    """`module(**options)(**tensors)` as one function of both.
+
+    `order` names the leading positional arguments, of `forward` or of the constructor alike; every other argument of
+    either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here.
+    """
+    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))  # type: ignore[misc]
+    tensors = {"weight" if n == weight else n: p for n, p in call.items() if n != "self"}
+    known = {**tensors, **{n: p for n, p in make.items() if n != "self"}}
+    leading = order.split()
+    positional = [known[n].replace(name=n, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in leading]
+    rest = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for n, p in known.items() if n not in leading]
+    signature = inspect.Signature([*positional, *rest])
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}() {error}") from None
+        options = {n: value for n, value in given.items() if n not in tensors}
+        return module(**options)(**{weight if n == "weight" else n: given[n] for n in tensors if n in given})
+
+    function.__name__ = function.__qualname__ = name
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__doc__ = f"`{module.__name__}` as a function; it returns and raises what the module does."
+    return function
+
+
+liger_fused_linear_dpo = _function(
+    LigerFusedLinearDPOLoss,
+    "liger_fused_linear_dpo",
+    "_input weight target bias ref_input ref_weight ref_bias ignore_index beta compute_nll_loss compiled use_ref_model "
+    "average_log_prob chunk_size loss_type label_smoothing discopop_tau alpha",
+)

@@ -364,7 +364,7 @@ def test_bad_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: object, **kwargs: object) -> None:
         raise AssertionError("work was done before the arguments were checked")
 
-    monkeypatch.setattr("liger_losses.modules.linear_logprobs", unreachable)
+    monkeypatch.setattr("liger_losses.modules.base.linear_logprobs", unreachable)
     case, module = make_case(), LigerFusedLinearDPOLoss()
     weight, hidden, target, bias, ref_hidden, ref_weight, ref_bias = case.arguments
     logps = torch.zeros(PAIRS)

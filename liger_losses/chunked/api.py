@@ -12,7 +12,16 @@ from ..kernels import DIFFERENTIABLE, LogitTransform
 from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
 from .immediate import ImmediateCall, ImmediateFunction
-from .loss import Loss, check_loss, check_result, check_statistics, differentiable_statistics, only_logprob
+from .loss import (
+    Loss,
+    check_loss,
+    check_result,
+    check_statistics,
+    differentiable_statistics,
+    only_logprob,
+    prepared_inputs,
+    rows_per_unit,
+)
 from .operators import token_statistics
 from .planner import STRATEGIES, Plan, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
@@ -194,29 +203,29 @@ def fused_linear_loss(
             f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "
             "strategy 'auto' or 'immediate'"
         )
-    _check_units(loss, hidden, inputs)
+    unit_rows = _check_units(loss, hidden, inputs)
     transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
-    compiling = torch.compiler.is_compiling()
+    scored = None if torch.compiler.is_compiling() else prepared.scored_tokens().to(hidden.device)
+    mask = prepared.target_tensor() != ignore_index if scored is None else scored.mask
+    inputs = prepared_inputs(loss, mask, inputs)
+    _check_inputs(loss, hidden, inputs, unit_rows)
     fixed = not any(value.requires_grad for value in inputs.values())
     if strategy == "immediate" and not fixed:
         raise ValueError("strategy: got 'immediate' while one of inputs requires a gradient, which only a deferred "
                          "strategy sends back; expected 'cached' or 'recompute'")  # fmt: skip
-    if not compiling:
-        scored = prepared.scored_tokens().to(hidden.device)
-        totals = loss.totals(scored.mask, inputs)
+    totals = loss.totals(mask, inputs)
+    if scored is not None:
         allowed = fixed and any(prepared.needs)
         plan = _plan(
             prepared, scored, differentiable, strategy, memory_budget,
             immediate_allowed=allowed, separability=loss.separability, max_units=max_units,
+            unit_rows=unit_rows,
         )  # fmt: skip
         if plan.strategy == "immediate":
             return _immediate(prepared, scored, transform, plan, loss, inputs, totals)
         values = _run(prepared, scored, transform, loss.statistics, differentiable, plan.strategy, memory_budget)
-        mask = scored.mask
     else:
-        mask = prepared.target_tensor() != ignore_index
-        totals = loss.totals(mask, inputs)
         values = _deferred(prepared, transform, tuple(loss.statistics), differentiable, strategy, memory_budget)
     shaped = {
         name: (value if name in differentiable else value.detach()).view(prepared.shape)
@@ -227,22 +236,30 @@ def fused_linear_loss(
     return value, {name: metric.detach() for name, metric in metrics.items()}
 
 
-def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> None:
-    rows, length = hidden.shape[:2]
-    if loss.separability == "pair" and rows % 2:
+def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
+    """Rows of one unit."""
+    rows, unit_rows = hidden.shape[0], rows_per_unit(loss)
+    if rows % unit_rows:
         raise ValueError(
-            f"hidden: got {rows} rows for a loss over pairs, expected an even number: chosen rows first, then rejected"
+            f"hidden: got {rows} rows for a loss over units of {unit_rows}, expected a multiple of {unit_rows}: the "
+            "first rows of all units, then their second rows, and so on (pairs: chosen, then rejected)"
         )
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+    return unit_rows
+
+
+def _check_inputs(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor], unit_rows: int) -> None:
+    rows, length = hidden.shape[:2]
+    for name, value in inputs.items():
         if value.dim() == 0:  # of the batch, not of its rows
             continue
         if loss.separability == "token":
             if value.shape[:2] != (rows, length):
                 raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
             continue
-        firsts = (rows, rows // 2) if loss.separability in ("pair", "batch") else (rows,)
+        firsts = {"pair": (rows, rows // unit_rows), "batch": (rows, rows // 2)}.get(loss.separability, (rows,))
         if value.shape[0] not in firsts:
             raise ValueError(
                 f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "

@@ -142,7 +142,7 @@ class ImmediateFunction(torch.autograd.Function):
         total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
         problem = walk.plan.problem
         for group in group_units(
-            walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units
+            walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units, problem.unit_rows
         ):
             coefficients = _group(walk, group, tiles, kept, total)
             walk.scored.scatter(coefficients.factor, factor, group.tokens)

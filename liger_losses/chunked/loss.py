@@ -15,6 +15,14 @@ from .tokens import SEPARABILITY
 class Loss(Protocol):
     """A pure function of per-token statistics, and what the engine must know to call it.
 
+    Two members are optional. `differentiable` names those of `statistics` that the loss differentiates (default: all
+    that have a gradient). `unit_rows` is the number of rows of a unit of separability `"pair"` (default 2: chosen and
+    rejected; 3 adds one more response); unit `i` of `n` holds the rows `i`, `n + i`, `2 n + i`.
+
+    A third, `prepare(mask, inputs) -> inputs`, is called once with the whole batch, before `totals`: there a loss
+    checks its inputs, brings them to a first dimension of rows (for token losses to `[R, T, ...]`) and adds what
+    follows from the batch and not from the statistics, such as a weight per token.
+
     Contributions add up: called on disjoint sets of whole units that make up the batch, the returned scalars sum to the
     loss. Normalise with `totals`, which are taken over the whole batch, never with what is counted inside the call.
     """
@@ -26,7 +34,7 @@ class Loss(Protocol):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the statistics the loss reads. Optionally `differentiable` names those it differentiates."""
+        """Names of the statistics the loss reads."""
         ...
 
     def totals(
@@ -45,6 +53,8 @@ class Loss(Protocol):
         totals: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Contribution of some whole units (pairs: `r = 2 b`, chosen first; tokens: `r = 1`), and metrics.
+
+        `inputs` are those of these units; one without dimensions concerns the batch and comes as it is.
 
         A scalar metric is summed over calls; one whose first dimension counts units is concatenated.
         """
@@ -75,6 +85,22 @@ def check_statistics(argument: str, names: tuple[str, ...], known: tuple[str, ..
         raise ValueError(f"{argument}: got unknown {unknown}, expected names out of {known}")
     if len(set(names)) < len(names):
         raise ValueError(f"{argument}: got {tuple(names)}, expected each name once")
+
+
+def rows_per_unit(loss: Loss) -> int:
+    """Rows that belong to one unit: 1, or for a loss over pairs its `unit_rows`."""
+    if loss.separability != "pair":
+        return 1
+    rows: object = getattr(loss, "unit_rows", 2)
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 2:
+        raise ValueError(f"loss.unit_rows: got {rows!r}, expected an int >= 2")
+    return rows
+
+
+def prepared_inputs(loss: Loss, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs as the loss wants them cut into units."""
+    prepare = getattr(loss, "prepare", None)
+    return dict(inputs if prepare is None else prepare(mask, inputs))
 
 
 def differentiable_statistics(loss: Loss) -> tuple[str, ...]:

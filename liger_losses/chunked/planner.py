@@ -65,6 +65,7 @@ class Problem:
     separability: str = "token"
     row_counts: tuple[int, ...] = ()
     max_units: int | None = None
+    unit_rows: int = 1  # rows of one unit
 
     @property
     def any_grad(self) -> bool:
@@ -357,7 +358,7 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
         return max(forward, backward) - p.returned_bytes
 
     capacity = _largest(workspace_of, budget, p)
-    groups = group_units(_rows_or_one(p), p.separability, capacity, p.max_units)
+    groups = group_units(_rows_or_one(p), p.separability, capacity, p.max_units, p.unit_rows)
     largest = max(group.count for group in groups)
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
@@ -476,5 +477,6 @@ def plan(
         immediate_allowed=True,
         separability=separability,
         row_counts=counts,
+        unit_rows=2 if separability == "pair" else 1,
     )
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)

@@ -193,12 +193,10 @@ class UnitGroup:
         return sum(stop - start for start, stop in self.tokens)
 
 
-def unit_sizes(row_counts: tuple[int, ...], separability: str) -> list[int]:
-    """Scored tokens of each pair or sequence."""
-    if separability == "pair":
-        half = len(row_counts) // 2
-        return [chosen + rejected for chosen, rejected in zip(row_counts[:half], row_counts[half:], strict=True)]
-    return list(row_counts)
+def unit_sizes(row_counts: tuple[int, ...], unit_rows: int) -> list[int]:
+    """Scored tokens of each unit: unit `i` of `n` holds the rows `i`, `n + i`, ..."""
+    units = len(row_counts) // unit_rows
+    return [sum(row_counts[unit::units]) for unit in range(units)]
 
 
 def pack_units(sizes: list[int], capacity: int, max_units: int | None) -> list[tuple[int, int]]:
@@ -216,9 +214,9 @@ def pack_units(sizes: list[int], capacity: int, max_units: int | None) -> list[t
 
 
 def group_units(
-    row_counts: tuple[int, ...], separability: str, capacity: int, max_units: int | None = None
+    row_counts: tuple[int, ...], separability: str, capacity: int, max_units: int | None = None, unit_rows: int = 1
 ) -> list[UnitGroup]:
-    """Pack the units of a batch into groups, in order."""
+    """Pack the units of a batch into groups, in order. `unit_rows`: rows of one unit, 1 unless it is a pair."""
     offsets = [0, *accumulate(row_counts)]
     rows = len(row_counts)
     if separability == "token":
@@ -228,9 +226,8 @@ def group_units(
     if separability == "batch":
         return [UnitGroup(((0, rows),), ((0, offsets[-1]),))]
     groups = []
-    for start, stop in pack_units(unit_sizes(row_counts, separability), capacity, max_units):
-        ranges: Ranges = ((start, stop),)
-        if separability == "pair":
-            ranges += ((rows // 2 + start, rows // 2 + stop),)
+    part = rows // unit_rows
+    for start, stop in pack_units(unit_sizes(row_counts, unit_rows), capacity, max_units):
+        ranges: Ranges = tuple((row * part + start, row * part + stop) for row in range(unit_rows))
         groups.append(UnitGroup(ranges, tuple((offsets[a], offsets[b]) for a, b in ranges)))
     return groups

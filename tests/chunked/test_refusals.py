@@ -179,7 +179,7 @@ def test_refused_by_fused_linear_loss(loss: Any, options: dict, error: type[Exce
 
 
 def test_x03_an_odd_number_of_rows_for_pairs() -> None:
-    with pytest.raises(ValueError, match=r"hidden: got 3 rows for a loss over pairs, expected an even number"):
+    with pytest.raises(ValueError, match=r"hidden: got 3 rows for a loss over units of 2, expected a multiple of 2"):
         fused_linear_loss(ToyLoss(), HIDDEN[:3], WEIGHT, TARGET[:3], BIAS)
 
 

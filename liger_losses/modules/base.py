@@ -1,0 +1,198 @@
+"""What the loss modules share: the engine's options, the reference model, and one call that checks everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
+from ..chunked.head import check_head
+from ..chunked.planner import check_tiling
+from ..chunked.tokens import check_ignore_index, check_target
+from ..kernels import LogitTransform
+from ..losses._checks import check_float_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """How a module calls the engine: the heads' logits, and the tiling. Checked at construction."""
+
+    ignore_index: int = -100
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float | None = 1.0
+    ref_softcap: float | None = None  # None: as softcap
+    ref_logit_scale: float | None = None  # None: as logit_scale
+    memory_budget: int | None = None
+    logits_dtype: str = "float32"
+    strategy: str = "auto"
+    chunk_size: int = 1
+
+    def __post_init__(self) -> None:
+        for options in (self.policy(), self.reference()):
+            scale = options["logit_scale"]
+            LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
+        check_ignore_index(self.ignore_index)
+        check_tiling(self.strategy, self.memory_budget, self.logits_dtype)
+        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int):
+            raise TypeError(f"chunk_size: got {self.chunk_size!r}, expected an int")
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size: got {self.chunk_size}, expected >= 1")
+
+    def policy(self) -> dict[str, Any]:
+        return {
+            "ignore_index": self.ignore_index,
+            "temperature": self.temperature,
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+            "memory_budget": self.memory_budget,
+            "logits_dtype": self.logits_dtype,
+        }
+
+    def reference(self) -> dict[str, Any]:
+        options = self.policy()
+        if self.ref_softcap is not None:
+            options["softcap"] = self.ref_softcap
+        if self.ref_logit_scale is not None:
+            options["logit_scale"] = self.ref_logit_scale
+        return options
+
+    def check_separability(self, separability: str, names: str) -> None:
+        """Raise for options that have no meaning for a loss; `names` says in the message which loss it is."""
+        if self.chunk_size > 1 and separability == "batch":
+            raise ValueError(
+                f"chunk_size: got {self.chunk_size}, expected 1 for {names}, which needs the whole batch at once"
+            )
+        if self.chunk_size > 1 and self.strategy not in ("auto", "immediate"):
+            raise ValueError(
+                f"chunk_size: got {self.chunk_size} with strategy={self.strategy!r}, whose tiles hold tokens; "
+                "expected 1"
+            )
+        if self.strategy == "immediate" and separability == "batch":
+            raise ValueError(
+                f"strategy: got 'immediate' with {names}, which needs the whole batch at once; expected another one"
+            )
+
+    def check_reference(self, use_ref_model: bool) -> None:
+        """Raise for options of a reference that there is none of."""
+        for name, value in (("ref_softcap", self.ref_softcap), ("ref_logit_scale", self.ref_logit_scale)):
+            if value is not None and not use_ref_model:
+                raise ValueError(f"{name}: got {value} with use_ref_model=False, expected None: nothing would read it")
+
+    @property
+    def max_units(self) -> int | None:
+        """liger-kernel's default of one unit a chunk asks for no bound here: `memory_budget` sizes the tiles."""
+        return None if self.chunk_size == 1 else self.chunk_size
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a caller gave of the reference model: a head and its hidden states, or its log-probabilities, or nothing."""
+
+    hidden: Tensor | None = None  # [R, T, H']
+    weight: Tensor | None = None  # [V, H']
+    bias: Tensor | None = None  # [V]
+    known: Mapping[str, Tensor | None] = field(default_factory=dict)  # log-probabilities, by argument name
+    known_shape: tuple[int, ...] = ()  # of each
+    known_as: str = "ref_logps"  # the loss's input that they make up, end to end
+
+    def check(self, wanted: bool, target_shape: torch.Size) -> None:
+        """Raise before any work, naming the argument of `forward`."""
+        head = {"ref_input": self.hidden, "ref_weight": self.weight}
+        given = [name for name, value in {**head, "ref_bias": self.bias, **self.known}.items() if value is not None]
+        if not wanted:
+            if given:
+                raise ValueError(f"{given[0]}: got a tensor, expected None with use_ref_model=False")
+            return
+        by_head, by_logps = (any(name in given for name in names) for names in ((*head, "ref_bias"), self.known))
+        if by_head == by_logps:
+            raise ValueError(
+                f"use_ref_model=True: got {', '.join(given) or 'no reference'}, expected either ref_input and "
+                f"ref_weight, or {' and '.join(self.known)}"
+            )
+        for name, value in (head if by_head else self.known).items():
+            if value is None:
+                raise ValueError(f"{name}: got None, expected a tensor beside {', '.join(given)}")
+            if by_logps:
+                check_float_tensor(name, value, self.known_shape)
+        if by_head:
+            check_head_as(("ref_input", "ref_weight", "ref_bias"), self.hidden, self.weight, self.bias, target_shape)
+
+    def inputs(self, target: Tensor | ScoredTokens, options: CallOptions) -> dict[str, Tensor]:
+        """The loss's input of the reference: `ref_logprobs` from one product of its head, or what was known."""
+        known = [value for value in self.known.values() if value is not None]
+        if known:
+            return {self.known_as: (known[0] if len(known) == 1 else torch.cat(known)).detach()}
+        if self.hidden is None or self.weight is None:
+            return {}
+        with torch.no_grad():
+            logprobs = linear_logprobs(self.hidden, self.weight, target, self.bias, **options.reference())
+        return {"ref_logprobs": logprobs}
+
+
+NO_REFERENCE = Reference()
+
+
+def check_head_as(
+    names: tuple[str, str, str], hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, shape: torch.Size
+) -> None:
+    """The engine's own check of a head, under the names the caller used."""
+    try:
+        check_head(hidden, weight, bias, shape)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        for engine, caller in zip(("hidden", "weight", "bias"), names, strict=True):
+            message = message.replace(engine, caller)
+        raise type(error)(message) from None
+
+
+def fused_loss(
+    loss: Loss,
+    options: CallOptions,
+    hidden: Tensor,  # [R, T, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor | ScoredTokens,  # [R, T]
+    bias: Tensor | None,  # [V]
+    *,
+    reference: Reference = NO_REFERENCE,
+    use_ref_model: bool = False,
+    inputs: Mapping[str, Tensor] | None = None,
+    names: tuple[str, str, str] = ("_input", "lin_weight", "bias"),  # of the head's tensors, in messages
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Checks everything, then the reference's log-probabilities, then the fused loss.
+
+    The target's form and its number of rows are the caller's to check (`check_rows`).
+    """
+    check_head_as(names, hidden, weight, bias, target.shape)
+    reference.check(use_ref_model, target.shape)
+    if isinstance(target, Tensor) and not torch.compiler.is_compiling():
+        # Read once for both heads: on an accelerator each reading waits for the work queued so far.
+        target = ScoredTokens.start(target, options.ignore_index)
+    if isinstance(target, ScoredTokens):
+        target.check_range(weight.shape[0] if reference.weight is None else min(len(weight), len(reference.weight)))
+    return fused_linear_loss(
+        loss,
+        hidden,
+        weight,
+        target,
+        bias,
+        inputs={**(inputs or {}), **reference.inputs(target, options)},
+        strategy=options.strategy,
+        max_units=options.max_units,
+        **options.policy(),
+    )
+
+
+def check_rows(target: Tensor | ScoredTokens, expected: str) -> int:
+    """Rows of a target `[R, T]`; raises naming what `expected` says of its shape."""
+    if not isinstance(target, (Tensor, ScoredTokens)):
+        raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor")
+    if len(target.shape) != 2:
+        raise ValueError(f"target: got shape {list(target.shape)}, expected {expected}")
+    if isinstance(target, Tensor):
+        check_target(target)
+    return target.shape[0]

@@ -1,0 +1,143 @@
+"""Losses over pairs of responses, chosen rows first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..chunked import ScoredTokens
+from ..losses import DPOLoss
+from ..losses._checks import check_flag
+from ..losses.pairs import pair_count
+from .base import CallOptions, Reference, check_rows, fused_loss
+
+
+class LigerFusedLinearDPOLoss(torch.nn.Module):
+    """Direct preference optimisation over a linear head, without the `[2B, T, V]` logits.
+
+    `loss = mean over pairs of dpo_loss + alpha * NLL of the chosen responses`: see `liger_losses.losses.dpo_loss` for
+    the loss types, `liger_losses.losses.DPOLoss` for the options and `liger_losses.fused_linear_loss` for the engine.
+
+    Args:
+        ignore_index: targets that are not scored.
+        beta: strength of the pull towards the reference.
+        alpha: weight of the NLL term; refused without `compute_nll_loss`.
+        compute_nll_loss: add the NLL of the chosen responses, a mean over all their scored tokens.
+        compiled: accepted and without effect: there is no compile step.
+        use_ref_model: False is reference-free: its log-probabilities are taken as 0, and `forward` takes none.
+        average_log_prob: sequence log-probabilities are token means instead of sums.
+        chunk_size: more than 1: at most so many pairs are in a tile together. 1, the default, sets no bound: tiles are
+            filled with as many pairs as `memory_budget` allows, and one pair larger than a tile is spread over several.
+            In liger-kernel it bounds memory; here `memory_budget` does, and the result depends on neither. Refused
+            above 1 for losses that couple all pairs of a batch.
+        loss_type, label_smoothing, discopop_tau, loss_weights, f_divergence, f_alpha: of `dpo_loss`. Label smoothing
+            with "sigmoid" is cDPO.
+        ld_alpha, use_weighting: of `DPOLoss`.
+        temperature, softcap, logit_scale: of the policy's logits, and the reference's, unless `ref_softcap` and
+            `ref_logit_scale` say otherwise.
+        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+
+    Raises:
+        TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str | Sequence[str] = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        *,
+        loss_weights: Sequence[float] | None = None,
+        f_divergence: str = "reverse_kl",
+        f_alpha: float = 0.5,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float | None = 1.0,
+        ref_softcap: float | None = None,
+        ref_logit_scale: float | None = None,
+        memory_budget: int | None = None,
+        logits_dtype: str = "float32",
+        strategy: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_flag("compiled", compiled)
+        check_flag("use_ref_model", use_ref_model)
+        self.loss = DPOLoss(
+            beta=beta,
+            loss_type=loss_type,
+            loss_weights=loss_weights,
+            label_smoothing=label_smoothing,
+            f_divergence=f_divergence,
+            f_alpha=f_alpha,
+            discopop_tau=discopop_tau,
+            ld_alpha=ld_alpha,
+            use_weighting=use_weighting,
+            average_log_prob=average_log_prob,
+            compute_nll_loss=compute_nll_loss,
+            alpha=alpha,
+            reference_free=not use_ref_model,
+        )
+        self.options = CallOptions(
+            ignore_index=ignore_index,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            ref_softcap=ref_softcap,
+            ref_logit_scale=ref_logit_scale,
+            memory_budget=memory_budget,
+            logits_dtype=logits_dtype,
+            strategy=strategy,
+            chunk_size=chunk_size,
+        )
+        self.options.check_separability(self.loss.separability, f"loss_type {', '.join(self.loss.type_names)}")
+        self.options.check_reference(use_ref_model)
+
+    def forward(
+        self,
+        lin_weight: Tensor,  # [V, H]
+        _input: Tensor,  # [2B, T, H], chosen rows first
+        target: Tensor | ScoredTokens,  # [2B, T], aligned with _input
+        bias: Tensor | None = None,  # [V]
+        ref_input: Tensor | None = None,  # [2B, T, H']
+        ref_weight: Tensor | None = None,  # [V, H']
+        ref_bias: Tensor | None = None,  # [V]
+        *,
+        ref_chosen_logps: Tensor | None = None,  # [B]
+        ref_rejected_logps: Tensor | None = None,  # [B]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss, and `(chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+        chosen_rewards, rejected_rewards)`, detached.
+
+        The reference is a head and hidden states, or its log-probabilities computed earlier (reduced as the policy's
+        are: with `average_log_prob` means, with `ld_alpha` length-desensitized); it is a constant either way. Logit
+        means are over scored positions and the vocabulary.
+        """
+        pairs = pair_count(check_rows(target, "[2 * pairs, tokens]"))
+        known = {"ref_chosen_logps": ref_chosen_logps, "ref_rejected_logps": ref_rejected_logps}
+        loss, metrics = fused_loss(
+            self.loss,
+            self.options,
+            _input,
+            lin_weight,
+            target,
+            bias,
+            reference=Reference(ref_input, ref_weight, ref_bias, known, (pairs,)),
+            use_ref_model=not self.loss.reference_free,
+        )
+        names = ("chosen_logps", "rejected_logps", "chosen_logits_mean", "rejected_logits_mean", "nll_loss")
+        return loss, tuple(metrics[name] for name in (*names, "chosen_rewards", "rejected_rewards"))
+
+    def extra_repr(self) -> str:
+        return f"{self.loss}, {self.options}"
