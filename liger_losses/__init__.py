@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from liger_losses import functional, losses
     from liger_losses.chunked import fused_linear_loss, linear_logprobs
     from liger_losses.chunked.planner import plan
-    from liger_losses.modules import LigerFusedLinearDPOLoss
+    from liger_losses.modules import LigerFusedLinearBCOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
 
 __all__ = [
+    "LigerFusedLinearBCOLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearKTOLoss",
     "__version__",
     "functional",
     "fused_linear_loss",
@@ -29,7 +31,9 @@ __all__ = [
 
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
+    "LigerFusedLinearBCOLoss": "liger_losses.modules",
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
+    "LigerFusedLinearKTOLoss": "liger_losses.modules",
     "functional": None,
     "fused_linear_loss": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",

@@ -8,16 +8,22 @@ from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference import dpo_loss
 from .preference_types import LOSS_TYPES
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
+from .unpaired import KTO_LOSS_TYPES, BCOLoss, KTOLoss, bco_loss, kto_loss
 
 __all__ = [
     "F_DIVERGENCES",
+    "KTO_LOSS_TYPES",
     "LOSS_TYPES",
+    "BCOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "KTOLoss",
     "alignment_weights",
+    "bco_loss",
     "cross_entropy_loss",
     "dpo_loss",
     "f_divergence_score",
+    "kto_loss",
     "length_desensitized_logprobs",
     "sequence_lengths",
     "sequence_logprobs",

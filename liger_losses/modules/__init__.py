@@ -7,5 +7,10 @@ modules share, in `base`.
 from __future__ import annotations
 
 from .preference import LigerFusedLinearDPOLoss
+from .unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 
-__all__ = ["LigerFusedLinearDPOLoss"]
+__all__ = [
+    "LigerFusedLinearBCOLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearKTOLoss",
+]
