@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from liger_losses._version import __version__
 
 if TYPE_CHECKING:
-    from liger_losses import functional, losses
+    from liger_losses import functional, losses, testing
     from liger_losses.chunked import fused_linear_loss, linear_logprobs
     from liger_losses.chunked.planner import plan
     from liger_losses.modules import LigerFusedLinearBCOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
@@ -27,6 +27,7 @@ __all__ = [
     "linear_logprobs",
     "losses",
     "plan",
+    "testing",
 ]
 
 # Name -> the module that defines it; a name that is a submodule maps to None.
@@ -39,6 +40,7 @@ _HOMES: dict[str, str | None] = {
     "linear_logprobs": "liger_losses.chunked",
     "losses": None,
     "plan": "liger_losses.chunked.planner",
+    "testing": None,
 }
 
 

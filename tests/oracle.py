@@ -1,171 +1,39 @@
-"""What the fused computations are judged by: the plain computation, in fp64, and one rule for how far off one may be.
-
-`allowed = 2 x (error of the plain computation in the same precision) + rounding`. No tolerance is chosen by hand.
-"""
+"""The oracle of `liger_losses.testing`, and what only this repository's own tests need beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-IGNORE = -100
+from liger_losses.testing import Case, check_close, check_loss, make_case, unfused, unfused_loss
+from liger_losses.testing.oracle import STATISTICS, TRANSFORMS, largest, read_statistics, transformed
+
+__all__ = [
+    "DIFFERENTIABLE",
+    "DTYPES",
+    "STATISTICS",
+    "TRANSFORMS",
+    "Case",
+    "ToyLoss",
+    "check_close",
+    "check_gradients",
+    "check_loss",
+    "check_statistics",
+    "largest",
+    "make_case",
+    "read_statistics",
+    "send_back",
+    "transformed",
+    "unfused",
+    "unfused_loss",
+    "upstream",
+]
+
 DIFFERENTIABLE = ("logprob", "entropy", "lse")
-STATISTICS = ("logprob", "entropy", "lse", "mean_logit", "is_top1", "log_sum_sq_prob")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-# What may happen to logits after the projection, with numbers at which each part shows.
-TRANSFORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": {"softcap": 5.0},
-    "scale": {"logit_scale": 1.3},
-    "temperature": {"temperature": 0.7},
-    "all": {"softcap": 5.0, "logit_scale": 1.3, "temperature": 0.7},
-}
-
-
-@dataclass
-class Case:
-    """The tensors of one call, and what is done to its logits."""
-
-    hidden: Tensor  # [R, T, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    target: Tensor  # [R, T]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def mask(self) -> Tensor:
-        return self.target != IGNORE
-
-    @property
-    def head(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The positional arguments of the public calls."""
-        return self.hidden, self.weight, self.target, self.bias
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [t for t in (self.hidden, self.weight, self.bias) if t is not None and t.requires_grad]
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The lower of the two dtypes."""
-        return min((self.hidden.dtype, self.weight.dtype), key=lambda dtype: torch.finfo(dtype).bits)
-
-    @property
-    def terms(self) -> int:
-        """Length of the longest sum."""
-        return max(self.target.numel(), *self.weight.shape)
-
-    def to(self, dtype: torch.dtype) -> Case:
-        """The same rounded values, as leaves of another dtype."""
-        bias = None if self.bias is None else leaf_of(self.bias, dtype)
-        return replace(self, hidden=leaf_of(self.hidden, dtype), weight=leaf_of(self.weight, dtype), bias=bias)
-
-    def rounded(self, dtype: torch.dtype | None = None) -> Case:
-        """What products in `dtype` (the lower of the two) see: the bias is added to wide logits as it is."""
-        dtype = dtype or self.compute
-        return replace(self, hidden=leaf_of(self.hidden, dtype), weight=leaf_of(self.weight, dtype))
-
-
-def leaf_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
-
-
-def make_case(
-    rows: int = 4,
-    length: int = 5,
-    hidden_size: int = 17,
-    vocab: int = 257,
-    dtype: torch.dtype = torch.float64,
-    *,
-    weight_dtype: torch.dtype | None = None,
-    bias: bool = True,
-    scored: str = "prompt",  # "all", "prompt", "row", "nothing"
-    trainable: Sequence[str] = ("hidden", "weight", "bias"),
-    seed: int = 0,
-    device: str = "cpu",
-    **options: Any,
-) -> Case:
-    """Normal hidden states and weights whose logits have a standard deviation of 3."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(name: str, size: float, kind: torch.dtype, *shape: int) -> Tensor:
-        values = size * torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return values.to(device, kind).requires_grad_(name in trainable)
-
-    kind = weight_dtype or dtype
-    hidden = normal("hidden", 1.0, dtype, rows, length, hidden_size)
-    weight = normal("weight", 3 * hidden_size**-0.5, kind, vocab, hidden_size)
-    shift = normal("bias", 1.0, kind, vocab) if bias else None
-    target = torch.randint(0, vocab, (rows, length), generator=generator)
-    if scored == "prompt":  # of different lengths; the first row has none
-        starts = torch.arange(rows).unsqueeze(1) * length // (rows + 1)
-        target[torch.arange(length) < starts] = IGNORE
-    elif scored == "row":
-        target[rows // 2] = IGNORE
-    elif scored == "nothing":
-        target[:] = IGNORE
-    return Case(hidden, weight, shift, target.to(device), options)
-
-
-def unfused(case: Case, names: Sequence[str] = STATISTICS) -> dict[str, Tensor]:
-    """Statistics of whole logits, in plain torch and the dtype of the products; zero where not scored."""
-    kind = case.compute
-    z = case.hidden.to(kind) @ case.weight.to(kind).T
-    if case.bias is not None:
-        z = z + case.bias.to(kind)
-    z = transformed(z, **case.options)
-    mask = case.mask
-    values = read_statistics(z, case.target.masked_fill(~mask, 0))
-    return {name: torch.where(mask, values[name], torch.zeros_like(values[name])) for name in names}
-
-
-def transformed(
-    z: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, temperature: float = 1.0
-) -> Tensor:
-    """Scale first, then softcap, then temperature."""
-    z = z if logit_scale is None else z * logit_scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return z / temperature
-
-
-def read_statistics(z: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Every statistic of whole logits `[*, V]`, in their dtype."""
-    log_p = torch.nn.functional.log_softmax(z, -1)
-    return {
-        "logprob": log_p.gather(-1, target.long().unsqueeze(-1)).squeeze(-1),
-        "entropy": -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(-1),
-        "lse": z.logsumexp(-1),
-        "mean_logit": z.mean(-1).detach(),
-        "is_top1": z.argmax(-1) == target,
-        "log_sum_sq_prob": (2 * log_p).logsumexp(-1).detach(),
-    }
-
-
-def largest(tensor: Tensor) -> float:
-    return tensor.detach().double().abs().max().item() if tensor.numel() else 0.0
-
-
-def check_close(
-    got: Tensor, exact: Tensor, naive: Tensor, dtype: torch.dtype, *, terms: int, scale: float = 0.0, what: str = ""
-) -> None:
-    """The rule, on largest absolute values.
-
-    `dtype` is what `got` was rounded to on its way, from a sum of up to `terms` terms: those are added in fp32 (fp64),
-    in any order, and their roundings walk at random. `scale` is the size of what is summed, where the result is less.
-    """
-    exact = exact.detach().double()
-    size = max(largest(exact), scale)
-    error, naive_error = largest(got.detach().double() - exact), largest(naive.detach().double() - exact)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rounding = torch.finfo(dtype).eps + terms**0.5 * torch.finfo(wide).eps
-    bound = 2 * naive_error + rounding * size
-    assert got.shape == exact.shape, what
-    assert error <= bound, f"{what}: error {error:.3g}, of the plain computation {naive_error:.3g}, allowed {bound:.3g}"
 
 
 def check_statistics(got: Mapping[str, Tensor], case: Case, *, logits: torch.dtype | None = None) -> None:
@@ -237,32 +105,3 @@ class ToyLoss:
         units = rows.view(2, -1).diff(dim=0).squeeze(0) if self.separability == "pair" else rows
         units = torch.nn.functional.softplus(units + inputs.get("offset", 0))
         return units.sum() / totals["rows"], {"units": units.detach(), "score": score.detach().sum()}
-
-
-def unfused_loss(loss: Any, case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same loss object on the statistics of whole logits."""
-    values = unfused(case, loss.statistics)
-    return loss(values, case.mask, inputs, loss.totals(case.mask, inputs))
-
-
-def check_loss(got: tuple[Tensor, Mapping[str, Tensor]], loss: Any, case: Case, inputs: Mapping[str, Tensor]) -> None:
-    """Value, metrics and gradients of a fused loss, from the tensors of `case`, against the unfused one in fp64."""
-    value, metrics = got
-    wide = torch.float64 if case.compute == torch.float64 else torch.float32
-    assert value.dtype == wide
-    rounded = case.rounded()
-    exact, exact_metrics = unfused_loss(loss, rounded.to(torch.float64), inputs)
-    naive, naive_metrics = unfused_loss(loss, rounded.to(wide), inputs)
-    size = float(case.mask.sum().clamp_min(1))  # of a sum over tokens of terms of order one
-    check_close(value, exact, naive, wide, terms=case.terms, scale=size, what="loss")
-    assert set(metrics) == set(exact_metrics)
-    for name, metric in metrics.items():
-        check_close(metric, exact_metrics[name], naive_metrics[name], wide, terms=case.terms, scale=size, what=name)
-    if not case.leaves:
-        return
-
-    def gradients(of: Case) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(2.5 * unfused_loss(loss, of, inputs)[0], of.leaves)
-
-    found = torch.autograd.grad(2.5 * value, case.leaves, retain_graph=True)
-    check_gradients(found, gradients(case.to(torch.float64)), gradients(case.to(case.compute)), case)
