@@ -93,10 +93,12 @@ class ToyLoss:
     def __call__(
         self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        score = sum((0.4 + k) * torch.tanh(statistics[n] / 6) for k, n in enumerate(self.statistics) if n != "is_top1")
-        score = torch.where(mask, score * (2 - statistics[self.statistics[0]].tanh()), 0)
+        seen = {name: statistics[name].masked_fill(~mask, 0) for name in self.statistics}
+        score = sum((0.4 + k) * torch.tanh(seen[n] / 6) for k, n in enumerate(self.statistics) if n != "is_top1")
+        score = torch.where(mask, score * (2 - seen[self.statistics[0]].tanh()), 0)
         if "weight" in inputs:
-            score = score * inputs["weight"].reshape(inputs["weight"].shape + (1,) * (2 - inputs["weight"].dim()))
+            weight = inputs["weight"]
+            score = score * (weight.masked_fill(~mask, 0) if weight.dim() == 2 else weight.unsqueeze(-1))
         if self.separability == "token":
             return score.sum() / totals["tokens"], {"score": score.detach().sum()}
         rows = score.sum(-1)

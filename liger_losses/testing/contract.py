@@ -101,10 +101,12 @@ def _check_junk(loss: Loss, statistics: Tensors, mask: Tensor, inputs: Tensors) 
             raise AssertionError(f"{name} is not 0 where nothing is scored: got {_text(tensor[unscored])}")
     for junk in (torch.nan, -1e4):
         for name, tensor in outcome(junk).items():
-            if not torch.equal(tensor, want[name]):
+            differs = ~torch.isclose(tensor.double(), want[name].double(), rtol=0, atol=0)
+            if differs.any():
                 raise AssertionError(
-                    f"{name} reads positions that are not scored: with {junk} there got {_text(tensor)}, expected "
-                    f"{_text(want[name])}; mask with masked_fill or where, not by multiplying"
+                    f"{name} reads positions that are not scored: with {junk} there got {_text(tensor[differs])}, "
+                    f"expected {_text(want[name][differs])}; use masked_fill or where before anything else is done "
+                    "with a value: to multiply by a mask, or to mask a result, leaves NaN in it or in its gradient"
                 )
 
 
@@ -224,10 +226,8 @@ def _equal(one: Tensor, two: Tensor) -> bool:
 
 
 def _text(tensor: Tensor) -> str:
+    if tensor.numel() == 1:
+        return f"{tensor.item():.6g}"
     values = tensor.detach().reshape(-1)
     shown = ", ".join(f"{value:.6g}" for value in values[:4].tolist())
-    return (
-        shown
-        if tensor.dim() == 0
-        else f"[{shown}{', ...' if values.numel() > 4 else ''}] of shape {list(tensor.shape)}"
-    )
+    return f"[{shown}{', ...' if values.numel() > 4 else ''}] of shape {list(tensor.shape)}"
