@@ -20,7 +20,7 @@ def _function(module: type[torch.nn.Module], name: str, order: str, weight: str 
     `order` names the leading positional arguments, of `forward` or of the constructor alike; every other argument of
     either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here.
     """
-    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))  # type: ignore[misc]
+    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))
     tensors = {"weight" if n == weight else n: p for n, p in call.items() if n != "self"}
     known = {**tensors, **{n: p for n, p in make.items() if n != "self"}}
     leading = order.split()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 IGNORE = -100
-DIFFERENTIABLE = ("logprob", "entropy", "lse")
-STATISTICS = ("logprob", "entropy", "lse", "mean_logit", "is_top1", "log_sum_sq_prob")
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logprob")
+STATISTICS = (*DIFFERENTIABLE, "mean_logit", "argmax", "is_top1", "log_sum_sq_prob")
+EXACT = {"argmax": torch.int64, "is_top1": torch.bool}  # compared bit by bit
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # What may happen to logits after the projection, with numbers at which each part shows.
@@ -120,27 +121,36 @@ def unfused(case: Case, names: Sequence[str] = STATISTICS) -> dict[str, Tensor]:
         z = z + case.bias.to(kind)
     z = transformed(z, **case.options)
     mask = case.mask
-    values = read_statistics(z, case.target.masked_fill(~mask, 0))
+    values = read_statistics(z, case.target.masked_fill(~mask, 0), case.options.get("column_weights"))
     return {name: torch.where(mask, values[name], torch.zeros_like(values[name])) for name in names}
 
 
 def transformed(
-    z: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, temperature: float = 1.0
+    z: Tensor,
+    *,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    column_weights: Tensor | None = None,
 ) -> Tensor:
     """Scale first, then softcap, then temperature."""
+    temperature = temperature.to(z.dtype).unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     z = z if logit_scale is None else z * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     return z / temperature
 
 
-def read_statistics(z: Tensor, target: Tensor) -> dict[str, Tensor]:
+def read_statistics(z: Tensor, target: Tensor, column_weights: Tensor | None = None) -> dict[str, Tensor]:
     """Every statistic of whole logits `[*, V]`, in their dtype."""
     log_p = torch.nn.functional.log_softmax(z, -1)
+    weighted = log_p if column_weights is None else log_p * column_weights.to(z.dtype)
     return {
         "logprob": log_p.gather(-1, target.long().unsqueeze(-1)).squeeze(-1),
         "entropy": -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(-1),
         "lse": z.logsumexp(-1),
+        "mean_logprob": weighted.mean(-1),
         "mean_logit": z.mean(-1).detach(),
+        "argmax": z.argmax(-1),
         "is_top1": z.argmax(-1) == target,
         "log_sum_sq_prob": (2 * log_p).logsumexp(-1).detach(),
     }
@@ -173,10 +183,10 @@ def check_statistics(got: Mapping[str, Tensor], case: Case, *, logits: torch.dty
     wide = torch.float64 if case.compute == torch.float64 else torch.float32
     rounded = case.rounded()
     exact, naive = unfused(rounded.to(torch.float64)), unfused(rounded.to(logits or wide))
-    scale = max(largest(exact["lse"]), largest(exact["mean_logit"]), largest(exact["logprob"]))
+    scale = max(largest(exact[name]) for name in ("lse", "mean_logit", "logprob", "mean_logprob"))
     for name, value in got.items():
-        if name == "is_top1":
-            assert value.dtype == torch.bool
+        if name in EXACT:
+            assert value.dtype == EXACT[name]
             assert torch.equal(value, exact[name])
             continue
         assert value.dtype == wide, name
@@ -225,7 +235,7 @@ class ToyLoss:
     def __call__(
         self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        score = sum((0.4 + k) * torch.tanh(statistics[n] / 6) for k, n in enumerate(self.statistics) if n != "is_top1")
+        score = sum((0.4 + k) * torch.tanh(statistics[n] / 6) for k, n in enumerate(self.statistics) if n not in EXACT)
         score = torch.where(mask, score * (2 - statistics[self.statistics[0]].tanh()), 0)
         if "weight" in inputs:
             score = score * inputs["weight"].reshape(inputs["weight"].shape + (1,) * (2 - inputs["weight"].dim()))

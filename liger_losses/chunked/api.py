@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels import DIFFERENTIABLE, LogitTransform
 from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
+from .head_tensors import HeadTensors, check_head_tensors, make_transform
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import (
     Loss,
@@ -36,9 +37,11 @@ def linear_logprobs(
     bias: Tensor | None = ...,
     *,
     ignore_index: int = ...,
-    temperature: float = ...,
+    temperature: float | Tensor = ...,
     softcap: float | None = ...,
     logit_scale: float | None = ...,
+    column_weights: Tensor | None = ...,
+    positives: Tensor | None = ...,
     statistics: None = ...,
     differentiable: tuple[str, ...] | None = ...,
     memory_budget: int | None = ...,
@@ -55,9 +58,11 @@ def linear_logprobs(
     bias: Tensor | None = ...,
     *,
     ignore_index: int = ...,
-    temperature: float = ...,
+    temperature: float | Tensor = ...,
     softcap: float | None = ...,
     logit_scale: float | None = ...,
+    column_weights: Tensor | None = ...,
+    positives: Tensor | None = ...,
     statistics: tuple[str, ...],
     differentiable: tuple[str, ...] | None = ...,
     memory_budget: int | None = ...,
@@ -73,9 +78,11 @@ def linear_logprobs(
     bias: Tensor | None = None,  # [V]
     *,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float | None = 1.0,
+    column_weights: Tensor | None = None,  # [V]
+    positives: Tensor | None = None,  # [*, P] integer
     statistics: tuple[str, ...] | None = None,
     differentiable: tuple[str, ...] | None = None,
     memory_budget: int | None = None,
@@ -91,7 +98,9 @@ def linear_logprobs(
     | `logprob` | `log p[target]` | yes |
     | `lse` | `log sum_v exp z_v` | yes |
     | `entropy` | `-sum_v p_v log p_v` in nats | yes |
+    | `mean_logprob` | `sum_v c_v log p_v / V`, `c` the column weights (what label smoothing reads) | yes |
     | `mean_logit` | `sum_v z_v / V` | no |
+    | `argmax` | the first maximum of `z`, int64 | no |
     | `is_top1` | whether `target` is the first maximum of `z` | no |
     | `log_sum_sq_prob` | `log sum_v p_v^2` | no |
 
@@ -101,7 +110,12 @@ def linear_logprobs(
         target: `[*]`, already aligned with `hidden` (shifted by the caller). May lie on the CPU while `hidden` is on an
             accelerator: then nothing synchronises. Or a `ScoredTokens`, begun earlier with the same target.
         ignore_index: positions with this target are not projected; every statistic is 0 (False) there.
-        temperature, softcap, logit_scale: of the logits, see above; `logit_scale=None` means 1.
+        temperature, softcap, logit_scale: of the logits, see above; `logit_scale=None` means 1. The temperature may be
+            a tensor `[*]`, one for each token: a constant, like every tensor below.
+        column_weights: `c [V]` of `mean_logprob`; default 1.
+        positives: `[*, P]`, several labels for each token, `ignore_index` filling up: then every class is an
+            independent yes or no, `logprob` is `sum_{v positive} z_v - sum_v softplus(z_v)` (binary cross entropy is
+            its negative), `target` only says which tokens are scored, and no other statistic exists.
         statistics: names out of the table. None returns the log-probabilities themselves.
         differentiable: those of `statistics` whose gradient will be used; default all that have one. Log-probabilities
             alone are cheaper than with entropy or lse.
@@ -137,10 +151,14 @@ def linear_logprobs(
         raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
                          f"{STRATEGIES[1:]}")  # fmt: skip
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
-    transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
+    tensors = check_head_tensors(
+        HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
+        names, prepared.shape, weight, ignore_index,
+    )  # fmt: skip
+    transform = make_transform(logit_scale, softcap, temperature)
     if not wanted:
         prepared.needs = (False, False, False)
-    values = _deferred(prepared, transform, names, wanted, strategy, memory_budget)
+    values = _deferred(prepared, transform, tensors, names, wanted, strategy, memory_budget)
     shaped = {
         name: (value if name in wanted else value.detach()).reshape(prepared.shape) for name, value in values.items()
     }
@@ -156,9 +174,11 @@ def fused_linear_loss(
     *,
     inputs: Mapping[str, Tensor] | None = None,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float | None = 1.0,
+    column_weights: Tensor | None = None,  # [V]
+    positives: Tensor | None = None,  # [*, P] integer
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
@@ -173,8 +193,9 @@ def fused_linear_loss(
 
     Args:
         loss: see `liger_losses.chunked.Loss`.
-        hidden, weight, target, bias, ignore_index, temperature, softcap, logit_scale, memory_budget, logits_dtype: as
-            in `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, memory_budget, logits_dtype: as in
+            `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
+        temperature, column_weights, positives: as in `linear_logprobs`, over `[R, T]`.
         inputs: what else the loss reads, by name: tensors whose first dimension counts rows (or pairs, for pair
             losses); for token losses `[R, T, ...]`. A tensor without dimensions concerns the whole batch and is handed
             on as it is.
@@ -204,7 +225,11 @@ def fused_linear_loss(
             "strategy 'auto' or 'immediate'"
         )
     unit_rows = _check_units(loss, hidden, inputs)
-    transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
+    tensors = check_head_tensors(
+        HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
+        loss.statistics, prepared.shape, weight, ignore_index,
+    )  # fmt: skip
+    transform = make_transform(logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
     scored = None if torch.compiler.is_compiling() else prepared.scored_tokens().to(hidden.device)
     mask = prepared.target_tensor() != ignore_index if scored is None else scored.mask
@@ -223,10 +248,14 @@ def fused_linear_loss(
             unit_rows=unit_rows,
         )  # fmt: skip
         if plan.strategy == "immediate":
-            return _immediate(prepared, scored, transform, plan, loss, inputs, totals)
-        values = _run(prepared, scored, transform, loss.statistics, differentiable, plan.strategy, memory_budget)
+            return _immediate(prepared, scored, transform, tensors, plan, loss, inputs, totals)
+        values = _run(
+            prepared, scored, transform, tensors, loss.statistics, differentiable, plan.strategy, memory_budget
+        )
     else:
-        values = _deferred(prepared, transform, tuple(loss.statistics), differentiable, strategy, memory_budget)
+        values = _deferred(
+            prepared, transform, tensors, tuple(loss.statistics), differentiable, strategy, memory_budget
+        )
     shaped = {
         name: (value if name in differentiable else value.detach()).view(prepared.shape)
         for name, value in values.items()
@@ -342,13 +371,14 @@ def _immediate(
     prepared: _Prepared,
     scored: ScoredOnDevice,
     transform: LogitTransform,
+    tensors: HeadTensors,
     plan: Plan,
     loss: Loss,
     inputs: Mapping[str, Tensor],
     totals: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with outside_autocast(prepared.hidden.device):
-        walk = _walk(prepared, scored, transform, plan)
+        walk = _walk(prepared, scored, transform, plan, tensors)
         call = ImmediateCall(walk, loss, inputs, totals, prepared.needs, [])
         value, *metrics = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
     return value, dict(zip(call.names, metrics, strict=True))
@@ -357,6 +387,7 @@ def _immediate(
 def _deferred(
     prepared: _Prepared,
     transform: LogitTransform,
+    tensors: HeadTensors,
     names: tuple[str, ...],
     differentiable: tuple[str, ...],
     strategy: str,
@@ -364,21 +395,23 @@ def _deferred(
 ) -> dict[str, Tensor]:
     if torch.compiler.is_compiling():
         resolved = _traced_strategy(prepared, differentiable, strategy)
-        return _run(prepared, None, transform, names, differentiable, resolved, memory_budget)
+        return _run(prepared, None, transform, tensors, names, differentiable, resolved, memory_budget)
     scored = prepared.scored_tokens().to(prepared.hidden.device)
     plan = _plan(prepared, scored, differentiable, strategy, memory_budget)
     if not any(prepared.needs):
         # Nothing for autograd to see: straight to the walk, since what is done before the first product is waited for.
         with outside_autocast(prepared.hidden.device):
-            values, *_ = forward(_walk(prepared, scored, transform, plan), names, prepared.needs, 0)
+            values, *_ = forward(_walk(prepared, scored, transform, plan, tensors), names, prepared.needs, 0)
         return dict(zip(names, values, strict=True))
-    return _run(prepared, scored, transform, names, differentiable, plan.strategy, memory_budget)
+    return _run(prepared, scored, transform, tensors, names, differentiable, plan.strategy, memory_budget)
 
 
-def _walk(prepared: _Prepared, scored: ScoredOnDevice, transform: LogitTransform, plan: Plan) -> TileWalk:
+def _walk(
+    prepared: _Prepared, scored: ScoredOnDevice, transform: LogitTransform, plan: Plan, tensors: HeadTensors
+) -> TileWalk:
     bias = None if prepared.bias is None else prepared.bias.detach()
     hidden, weight = prepared.hidden.detach(), prepared.weight.detach()
-    return TileWalk(hidden, weight, bias, scored, transform, prepared.precision, plan)
+    return TileWalk(hidden, weight, bias, scored, transform, prepared.precision, plan, tensors)
 
 
 def _traced_strategy(prepared: _Prepared, differentiable: tuple[str, ...], strategy: str) -> str:
@@ -397,6 +430,7 @@ def _run(
     prepared: _Prepared,
     scored: ScoredOnDevice | None,
     transform: LogitTransform,
+    tensors: HeadTensors,
     names: tuple[str, ...],
     differentiable: tuple[str, ...],
     strategy: str,
@@ -415,6 +449,9 @@ def _run(
         target,
         index,
         counts,
+        tensors.temperature,
+        tensors.column_weights,
+        tensors.positives,
         ",".join(names),
         ",".join(differentiable),
         prepared.ignore_index,

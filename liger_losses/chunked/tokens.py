@@ -119,8 +119,12 @@ def check_ignore_index(ignore_index: int) -> None:
 
 
 def check_target(target: Tensor) -> None:
-    if target.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"target: got dtype {target.dtype}, expected an integer dtype (int64)")
+    check_integer("target", target)
+
+
+def check_integer(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, expected an integer dtype (int64)")
 
 
 @dataclass(frozen=True)
