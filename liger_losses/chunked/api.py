@@ -8,13 +8,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, LogitTransform
+from ..kernels import LogitTransform
 from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
 from .head_tensors import HeadTensors, check_head_tensors, make_transform
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import (
     Loss,
+    check_differentiable,
     check_loss,
     check_result,
     check_statistics,
@@ -139,21 +140,14 @@ def linear_logprobs(
     """
     names = ("logprob",) if statistics is None else tuple(statistics)
     check_statistics("statistics", statistics if statistics is not None else names)
-    wanted = tuple(name for name in names if name in DIFFERENTIABLE)
-    if differentiable is not None:
-        if differentiable:
-            check_statistics("differentiable", differentiable, DIFFERENTIABLE)
-        absent = [name for name in differentiable if name not in names]
-        if absent:
-            raise ValueError(f"differentiable: got {absent}, expected names out of statistics {names}")
-        wanted = tuple(differentiable)
+    wanted = check_differentiable(names, differentiable)
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
                          f"{STRATEGIES[1:]}")  # fmt: skip
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     tensors = check_head_tensors(
         HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
-        names, prepared.shape, weight, ignore_index,
+        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
     )  # fmt: skip
     transform = make_transform(logit_scale, softcap, temperature)
     if not wanted:
@@ -183,6 +177,7 @@ def fused_linear_loss(
     logits_dtype: str = "float32",
     strategy: str = "auto",
     max_units: int | None = None,
+    token_statistics: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Any loss of per-token statistics, over a linear head, without the `[R, T, V]` logits.
 
@@ -203,6 +198,8 @@ def fused_linear_loss(
         max_units: at most so many units (tokens, sequences, pairs) share a tile of strategy `"immediate"`. The other
             strategies' tiles hold tokens, not units, and their size does not depend on it: named with one of them, it
             is refused.
+
+        token_statistics: statistics `[R, T]` to hand back among the metrics, whether or not the loss reads them.
 
     Returns:
         `(loss, metrics)`: a scalar, and the loss's detached metrics by name.
@@ -225,9 +222,12 @@ def fused_linear_loss(
             "strategy 'auto' or 'immediate'"
         )
     unit_rows = _check_units(loss, hidden, inputs)
+    if token_statistics:
+        check_statistics("token_statistics", token_statistics)
+    names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
     tensors = check_head_tensors(
         HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
-        loss.statistics, prepared.shape, weight, ignore_index,
+        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
     )  # fmt: skip
     transform = make_transform(logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
@@ -248,21 +248,25 @@ def fused_linear_loss(
             unit_rows=unit_rows,
         )  # fmt: skip
         if plan.strategy == "immediate":
-            return _immediate(prepared, scored, transform, tensors, plan, loss, inputs, totals)
-        values = _run(
-            prepared, scored, transform, tensors, loss.statistics, differentiable, plan.strategy, memory_budget
-        )
+            return _immediate(prepared, scored, transform, tensors, plan, loss, token_statistics, inputs, totals)
+        values = _run(prepared, scored, transform, tensors, names, differentiable, plan.strategy, memory_budget)
     else:
-        values = _deferred(
-            prepared, transform, tensors, tuple(loss.statistics), differentiable, strategy, memory_budget
-        )
+        values = _deferred(prepared, transform, tensors, names, differentiable, strategy, memory_budget)
     shaped = {
         name: (value if name in differentiable else value.detach()).view(prepared.shape)
         for name, value in values.items()
     }
     value, metrics = loss(shaped, mask, inputs, totals)
     check_result(value, metrics)
-    return value, {name: metric.detach() for name, metric in metrics.items()}
+    metrics = {name: metric.detach() for name, metric in metrics.items()}
+    return value, _joined(metrics, {name: shaped[name].detach() for name in token_statistics})
+
+
+def _joined(metrics: dict[str, Tensor], reported: dict[str, Tensor]) -> dict[str, Tensor]:
+    both = sorted(set(metrics) & set(reported))
+    if both:
+        raise ValueError(f"token_statistics: got {', '.join(both)}, which the loss returns as metrics of its own")
+    return metrics | reported
 
 
 def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
@@ -374,14 +378,16 @@ def _immediate(
     tensors: HeadTensors,
     plan: Plan,
     loss: Loss,
+    report: tuple[str, ...],
     inputs: Mapping[str, Tensor],
     totals: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with outside_autocast(prepared.hidden.device):
         walk = _walk(prepared, scored, transform, plan, tensors)
-        call = ImmediateCall(walk, loss, inputs, totals, prepared.needs, [])
-        value, *metrics = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
-    return value, dict(zip(call.names, metrics, strict=True))
+        call = ImmediateCall(walk, loss, report, inputs, totals, prepared.needs, [])
+        value, *rest = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
+    metrics, reported = rest[: len(call.names)], rest[len(call.names) :]
+    return value, _joined(dict(zip(call.names, metrics, strict=True)), dict(zip(report, reported, strict=True)))
 
 
 def _deferred(

@@ -17,6 +17,7 @@ from ..kernels import (
     tile_gradient,
 )
 from .head import Precision
+from .head_tensors import logit_coefficients
 from .planner import Problem
 from .tokens import Ranges
 from .walk import TileWalk, WeightGradient, power_of_two_at_least
@@ -204,7 +205,7 @@ def _backward_recompute(
         unit = power_of_two_at_least(torch.cat([part for part in parts if part is not None]))
         parts = [None if part is None else part / unit for part in parts]
     dlogprob, dentropy, *rest = parts
-    dlse, dlogit = walk.logit_coefficients(*rest)
+    dlse, dlogit = logit_coefficients(rest[0], rest[1], vocab, walk.tensors.column_weights)
     assert dlogprob is not None
     row_lse, row_entropy = walk.scored.gather(lse, everything), compact(entropy)
 

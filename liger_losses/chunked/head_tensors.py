@@ -24,6 +24,17 @@ class HeadTensors:
         return HeadTensors(temperature, weights, self.positives)
 
 
+def logit_coefficients(
+    dlse: Tensor | None, dmean_logprob: Tensor | None, vocab_size: int, column_weights: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`mean_logprob = (sum_v c_v z_v - C lse) / V` taken apart: `dL/dlse`, and `dL/dz_v` up to `c_v`."""
+    if dmean_logprob is None:
+        return dlse, None
+    dlogit = dmean_logprob / vocab_size
+    through_lse = -dmean_logprob if column_weights is None else dlogit * -column_weights.sum()
+    return through_lse if dlse is None else dlse + through_lse, dlogit
+
+
 def make_transform(logit_scale: float | None, softcap: float | None, temperature: float | Tensor) -> LogitTransform:
     """What the numbers among the options say; a temperature per token comes as one of the `HeadTensors`."""
     return LogitTransform(
@@ -35,14 +46,15 @@ def check_head_tensors(
     given: HeadTensors,  # as the caller has them
     names: tuple[str, ...],  # of the statistics
     shape: torch.Size,  # of the tokens
-    weight: Tensor,  # [V, H]
+    vocab_size: int,
+    device: torch.device,
     ignore_index: int,
 ) -> HeadTensors:
     """The tensors of a call, checked, flat, on the head's device. Raises before any work, naming the argument."""
     temperature, columns, positives = given.temperature, given.column_weights, given.positives
     for name, tensor, expected in (
         ("temperature", temperature, tuple(shape)),
-        ("column_weights", columns, (weight.shape[0],)),
+        ("column_weights", columns, (vocab_size,)),
     ):
         if tensor is not None:
             _check_constant(name, tensor, expected)
@@ -51,15 +63,15 @@ def check_head_tensors(
             f"column_weights: got a tensor, expected None: mean_logprob is not among the statistics {names}"
         )
     if temperature is not None:
-        temperature = temperature.reshape(-1).to(weight.device)
+        temperature = temperature.reshape(-1).to(device)
     if columns is not None:
-        columns = columns.to(weight.device)
+        columns = columns.to(device)
     if positives is not None:
         if tuple(names) != ("logprob",):
             raise ValueError(
                 f"positives: got a tensor, but labels that exclude nothing have a logprob only, not {names}"
             )
-        positives = _canonical_positives(positives, shape, weight, ignore_index)
+        positives = _canonical_positives(positives, shape, vocab_size, device, ignore_index)
     return HeadTensors(temperature, columns, positives)
 
 
@@ -78,7 +90,9 @@ def _check_constant(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
             raise ValueError(f"temperature: got {tensor[wrong][0].item()}, expected finite numbers > 0")
 
 
-def _canonical_positives(positives: Tensor, shape: torch.Size, weight: Tensor, ignore_index: int) -> Tensor:
+def _canonical_positives(
+    positives: Tensor, shape: torch.Size, vocab_size: int, device: torch.device, ignore_index: int
+) -> Tensor:
     """`[N, P]`, every label once, -1 where there is none."""
     if not isinstance(positives, Tensor):
         raise TypeError(f"positives: got {type(positives).__name__}, expected a torch.Tensor")
@@ -86,10 +100,10 @@ def _canonical_positives(positives: Tensor, shape: torch.Size, weight: Tensor, i
     if positives.shape[:-1] != shape:
         raise ValueError(f"positives: got shape {tuple(positives.shape)}, expected {(*shape, 'labels a token')}")
     absent = positives == ignore_index
-    wrong = ~absent & ((positives < 0) | (positives >= weight.shape[0]))
+    wrong = ~absent & ((positives < 0) | (positives >= vocab_size))
     if positives.device.type == "cpu" and not torch.compiler.is_compiling() and bool(wrong.any()):
         raise ValueError(
-            f"positives: got {int(positives[wrong][0])}, expected labels in [0, {weight.shape[0]}) or "
+            f"positives: got {int(positives[wrong][0])}, expected labels in [0, {vocab_size}) or "
             f"ignore_index={ignore_index}"
         )
     # On an accelerator a label out of range makes its token's log-probability NaN.
@@ -97,4 +111,4 @@ def _canonical_positives(positives: Tensor, shape: torch.Size, weight: Tensor, i
     labels = labels.reshape(-1, positives.shape[-1]).sort(-1).values
     repeated = torch.zeros_like(labels, dtype=torch.bool)
     repeated[:, 1:] = labels[:, 1:] == labels[:, :-1]
-    return labels.masked_fill(repeated & (labels >= 0), -1).to(weight.device)
+    return labels.masked_fill(repeated & (labels >= 0), -1).to(device)

@@ -23,6 +23,7 @@ class ImmediateCall:
 
     walk: TileWalk
     loss: Loss
+    report: tuple[str, ...]  # statistics to hand back, after the metrics
     inputs: Mapping[str, Tensor]
     totals: Mapping[str, Tensor]
     needs: tuple[bool, bool, bool]  # hidden, weight, bias
@@ -36,7 +37,7 @@ class LossTiles:
         self._call = call
         walk = call.walk
         positions, kind = walk.hidden.shape[0], walk.precision.statistics
-        self.names = tuple(call.loss.statistics)
+        self.names = tuple(dict.fromkeys((*call.loss.statistics, *call.report)))
         self._differentiable = differentiable_statistics(call.loss)
         self._full = {
             name: torch.zeros(positions, dtype=DTYPES.get(name, kind), device=walk.hidden.device) for name in self.names
@@ -120,6 +121,10 @@ class LossTiles:
             for parts in [[metrics[name] for metrics in self._metrics]]
         }
 
+    def reported(self) -> list[Tensor]:
+        """`[R, T]` each."""
+        return [self._full[name].view(self._call.walk.scored.mask.shape) for name in self._call.report]
+
 
 class ImmediateFunction(torch.autograd.Function):
     """`loss, *metrics = f(hidden, weight, bias)`, its gradients up to the upstream factor formed in forward."""
@@ -148,9 +153,10 @@ class ImmediateFunction(torch.autograd.Function):
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.save_for_backward(kept, factor, *total.tensors(hidden.device))
         metrics = tiles.metrics()
-        ctx.mark_non_differentiable(*metrics.values())
+        extra = [*metrics.values(), *tiles.reported()]
+        ctx.mark_non_differentiable(*extra)
         call.names.extend(metrics)
-        return (tiles.value(), *metrics.values())
+        return (tiles.value(), *extra)
 
     @staticmethod
     @once_differentiable

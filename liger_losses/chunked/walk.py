@@ -19,7 +19,7 @@ from ..kernels import (
     tile_gradient,
 )
 from .head import Precision
-from .head_tensors import HeadTensors
+from .head_tensors import HeadTensors, logit_coefficients
 from .planner import PRODUCT_ROWS, Plan
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
@@ -250,7 +250,9 @@ class TileWalk:
         """In place, from `p` to the gradient of a loss with several coefficients, relative to the row factor."""
         assert coefficients.dlogprob is not None
         statistics = self.statistics(state)
-        dlse, dlogit = self.logit_coefficients(coefficients.dlse, coefficients.dmean_logprob)
+        dlse, dlogit = logit_coefficients(
+            coefficients.dlse, coefficients.dmean_logprob, self.vocab_size, self.tensors.column_weights
+        )
         tile_gradient(
             gradient,
             self.bias,
@@ -267,17 +269,6 @@ class TileWalk:
             out=gradient,
             probability_scale=state.gradient_scale,
         )
-
-    def logit_coefficients(
-        self, dlse: Tensor | None, dmean_logprob: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """`mean_logprob = (sum_v c_v z_v - C lse) / V` taken apart: `dL/dlse`, and `dL/dz_v` up to `c_v`."""
-        if dmean_logprob is None:
-            return dlse, None
-        weights = self.tensors.column_weights
-        dlogit = dmean_logprob / self.vocab_size
-        through_lse = -dmean_logprob if weights is None else dlogit * -weights.sum()
-        return through_lse if dlse is None else dlse + through_lse, dlogit
 
     def hidden_product(self, gradient: Tensor, kept: Tensor, ranges: Ranges) -> None:
         """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""

@@ -5,7 +5,8 @@ column's weight `c_v`:
 
     dL/draw_v = (a (1[v = y] - p_v) - h p_v (log p_v + entropy) + l p_v + m c_v) * dz_v/draw_v
 
-`1 - p` at the target is formed from the target's own fp32 log-probability, also when the tile holds rounded `p`.
+A row whose coefficients are all 0 has a zero gradient, whatever its logits hold. `1 - p` at the target is formed from
+the target's own fp32 log-probability, also when the tile holds rounded `p`.
 """
 
 from __future__ import annotations
@@ -75,4 +76,6 @@ def tile_gradient(
         if dlogit is not None:
             each = at(dlogit, rows)
             gradient = gradient + (each if column_weights is None else each * column_weights.to(p.dtype))
-        out[rows] = (gradient * slope).to(out.dtype)
+        used = [c for c in (dlogprob, dentropy, dlse, dlogit) if c is not None]
+        active = torch.stack([at(c, rows) != 0 for c in used]).any(0)
+        out[rows] = torch.where(active, gradient * slope, 0).to(out.dtype)

@@ -81,18 +81,24 @@ def _gradient_kernel(
         logp = z - lse
         p = tl.exp(logp)
     a = tl.load(dlogprob_ptr + row)
+    active = a != 0.0
     gradient = tl.where(is_target, 1.0 - p, -p) * a
     if HAS_DENTROPY:
         information = tl.where(p > 0, p * (logp + tl.load(entropy_ptr + row)), 0.0)
-        gradient -= tl.load(dentropy_ptr + row) * information
+        h = tl.load(dentropy_ptr + row)
+        active |= h != 0.0
+        gradient -= h * information
     if HAS_DLSE:
-        gradient += tl.load(dlse_ptr + row) * p
+        to_lse = tl.load(dlse_ptr + row)
+        active |= to_lse != 0.0
+        gradient += to_lse * p
     if HAS_DLOGIT:
         each = tl.load(dlogit_ptr + row)
+        active |= each != 0.0
         if HAS_COLUMN_WEIGHTS:
             each *= tl.load(column_weights_ptr + offsets, mask=offsets < n_columns, other=0.0).to(tl.float32)
         gradient += each
-    gradient = gradient * slope
+    gradient = tl.where(active, gradient * slope, 0.0)
     out_row = row_start(out_ptr, row, out_stride, ALIGNED)
     tl.store(out_row + offsets, gradient.to(out_ptr.dtype.element_ty), mask=offsets < readable)
 

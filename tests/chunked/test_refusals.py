@@ -194,6 +194,18 @@ def test_refused_by_fused_linear_loss(loss: Any, options: dict, error: type[Exce
         fused_linear_loss(loss, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("argmax", TypeError, "token_statistics: got 'argmax', expected a non-empty tuple of names"),
+        (("perplexity",), ValueError, "token_statistics: got unknown ['perplexity'], expected names"),
+    ],
+)
+def test_refused_token_statistics(names: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        fused_linear_loss(ToyLoss(), *CASE.head, token_statistics=names)
+
+
 def test_x03_an_odd_number_of_rows_for_pairs() -> None:
     with pytest.raises(ValueError, match=r"hidden: got 3 rows for a loss over units of 2, expected a multiple of 2"):
         fused_linear_loss(ToyLoss(), HIDDEN[:3], WEIGHT, TARGET[:3], BIAS)
@@ -214,7 +226,7 @@ def test_every_option_of_the_two_calls_is_tested_here() -> None:
     import inspect
 
     tested = {name for change, _, _ in COMMON for name in change}
-    tested |= {"loss", "inputs", "max_units", "statistics", "differentiable", "ignore_index"}
+    tested |= {"loss", "inputs", "max_units", "statistics", "differentiable", "ignore_index", "token_statistics"}
     for call in (api.linear_logprobs, api.fused_linear_loss):
         assert set(inspect.signature(call).parameters) <= tested
 
