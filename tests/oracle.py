@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from liger_losses.testing import Case, check_close, check_loss, make_case, unfused, unfused_loss
-from liger_losses.testing.oracle import STATISTICS, TRANSFORMS, largest, read_statistics, transformed
+from liger_losses.testing.oracle import DIFFERENTIABLE, STATISTICS, TRANSFORMS, largest, read_statistics, transformed
 
 __all__ = [
     "DIFFERENTIABLE",
     "DTYPES",
+    "EXACT",
     "STATISTICS",
     "TRANSFORMS",
     "Case",
@@ -32,7 +33,7 @@ __all__ = [
     "upstream",
 ]
 
-DIFFERENTIABLE = ("logprob", "entropy", "lse")
+EXACT = {"argmax": torch.int64, "is_top1": torch.bool}  # compared bit by bit
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -41,10 +42,10 @@ def check_statistics(got: Mapping[str, Tensor], case: Case, *, logits: torch.dty
     wide = torch.float64 if case.compute == torch.float64 else torch.float32
     rounded = case.rounded()
     exact, naive = unfused(rounded.to(torch.float64)), unfused(rounded.to(logits or wide))
-    scale = max(largest(exact["lse"]), largest(exact["mean_logit"]), largest(exact["logprob"]))
+    scale = max(largest(exact[name]) for name in ("lse", "mean_logit", "logprob", "mean_logprob"))
     for name, value in got.items():
-        if name == "is_top1":
-            assert value.dtype == torch.bool
+        if name in EXACT:
+            assert value.dtype == EXACT[name]
             assert torch.equal(value, exact[name])
             continue
         assert value.dtype == wide, name
@@ -94,7 +95,7 @@ class ToyLoss:
         self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         seen = {name: statistics[name].masked_fill(~mask, 0) for name in self.statistics}
-        score = sum((0.4 + k) * torch.tanh(seen[n] / 6) for k, n in enumerate(self.statistics) if n != "is_top1")
+        score = sum((0.4 + k) * torch.tanh(seen[n] / 6) for k, n in enumerate(self.statistics) if n not in EXACT)
         score = torch.where(mask, score * (2 - seen[self.statistics[0]].tanh()), 0)
         if "weight" in inputs:
             weight = inputs["weight"]

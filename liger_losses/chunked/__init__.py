@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .api import fused_linear_loss, linear_logprobs
+from .logits import logit_statistics
 from .loss import Loss
 from .planner import Plan, plan
 from .tokens import ScoredTokens
 
-__all__ = ["Loss", "Plan", "ScoredTokens", "fused_linear_loss", "linear_logprobs", "plan"]
+__all__ = ["Loss", "Plan", "ScoredTokens", "fused_linear_loss", "linear_logprobs", "logit_statistics", "plan"]

@@ -8,12 +8,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, LogitTransform
+from ..kernels import LogitTransform
 from .deferred import describe, forward, outside_autocast
 from .head import Precision, check_head, choose_precision
+from .head_tensors import HeadTensors, check_head_tensors, make_transform
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import (
     Loss,
+    check_differentiable,
     check_loss,
     check_result,
     check_statistics,
@@ -36,9 +38,11 @@ def linear_logprobs(
     bias: Tensor | None = ...,
     *,
     ignore_index: int = ...,
-    temperature: float = ...,
+    temperature: float | Tensor = ...,
     softcap: float | None = ...,
     logit_scale: float | None = ...,
+    column_weights: Tensor | None = ...,
+    positives: Tensor | None = ...,
     statistics: None = ...,
     differentiable: tuple[str, ...] | None = ...,
     memory_budget: int | None = ...,
@@ -55,9 +59,11 @@ def linear_logprobs(
     bias: Tensor | None = ...,
     *,
     ignore_index: int = ...,
-    temperature: float = ...,
+    temperature: float | Tensor = ...,
     softcap: float | None = ...,
     logit_scale: float | None = ...,
+    column_weights: Tensor | None = ...,
+    positives: Tensor | None = ...,
     statistics: tuple[str, ...],
     differentiable: tuple[str, ...] | None = ...,
     memory_budget: int | None = ...,
@@ -73,9 +79,11 @@ def linear_logprobs(
     bias: Tensor | None = None,  # [V]
     *,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float | None = 1.0,
+    column_weights: Tensor | None = None,  # [V]
+    positives: Tensor | None = None,  # [*, P] integer
     statistics: tuple[str, ...] | None = None,
     differentiable: tuple[str, ...] | None = None,
     memory_budget: int | None = None,
@@ -91,7 +99,9 @@ def linear_logprobs(
     | `logprob` | `log p[target]` | yes |
     | `lse` | `log sum_v exp z_v` | yes |
     | `entropy` | `-sum_v p_v log p_v` in nats | yes |
+    | `mean_logprob` | `sum_v c_v log p_v / V`, `c` the column weights (what label smoothing reads) | yes |
     | `mean_logit` | `sum_v z_v / V` | no |
+    | `argmax` | the first maximum of `z`, int64 | no |
     | `is_top1` | whether `target` is the first maximum of `z` | no |
     | `log_sum_sq_prob` | `log sum_v p_v^2` | no |
 
@@ -101,7 +111,12 @@ def linear_logprobs(
         target: `[*]`, already aligned with `hidden` (shifted by the caller). May lie on the CPU while `hidden` is on an
             accelerator: then nothing synchronises. Or a `ScoredTokens`, begun earlier with the same target.
         ignore_index: positions with this target are not projected; every statistic is 0 (False) there.
-        temperature, softcap, logit_scale: of the logits, see above; `logit_scale=None` means 1.
+        temperature, softcap, logit_scale: of the logits, see above; `logit_scale=None` means 1. The temperature may be
+            a tensor `[*]`, one for each token: a constant, like every tensor below.
+        column_weights: `c [V]` of `mean_logprob`; default 1.
+        positives: `[*, P]`, several labels for each token, `ignore_index` filling up: then every class is an
+            independent yes or no, `logprob` is `sum_{v positive} z_v - sum_v softplus(z_v)` (binary cross entropy is
+            its negative), `target` only says which tokens are scored, and no other statistic exists.
         statistics: names out of the table. None returns the log-probabilities themselves.
         differentiable: those of `statistics` whose gradient will be used; default all that have one. Log-probabilities
             alone are cheaper than with entropy or lse.
@@ -125,22 +140,19 @@ def linear_logprobs(
     """
     names = ("logprob",) if statistics is None else tuple(statistics)
     check_statistics("statistics", statistics if statistics is not None else names)
-    wanted = tuple(name for name in names if name in DIFFERENTIABLE)
-    if differentiable is not None:
-        if differentiable:
-            check_statistics("differentiable", differentiable, DIFFERENTIABLE)
-        absent = [name for name in differentiable if name not in names]
-        if absent:
-            raise ValueError(f"differentiable: got {absent}, expected names out of statistics {names}")
-        wanted = tuple(differentiable)
+    wanted = check_differentiable(names, differentiable)
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
                          f"{STRATEGIES[1:]}")  # fmt: skip
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
-    transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
+    tensors = check_head_tensors(
+        HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
+        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
+    )  # fmt: skip
+    transform = make_transform(logit_scale, softcap, temperature)
     if not wanted:
         prepared.needs = (False, False, False)
-    values = _deferred(prepared, transform, names, wanted, strategy, memory_budget)
+    values = _deferred(prepared, transform, tensors, names, wanted, strategy, memory_budget)
     shaped = {
         name: (value if name in wanted else value.detach()).reshape(prepared.shape) for name, value in values.items()
     }
@@ -156,13 +168,16 @@ def fused_linear_loss(
     *,
     inputs: Mapping[str, Tensor] | None = None,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float | None = 1.0,
+    column_weights: Tensor | None = None,  # [V]
+    positives: Tensor | None = None,  # [*, P] integer
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
     max_units: int | None = None,
+    token_statistics: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Any loss of per-token statistics, over a linear head, without the `[R, T, V]` logits.
 
@@ -173,8 +188,9 @@ def fused_linear_loss(
 
     Args:
         loss: see `liger_losses.chunked.Loss`.
-        hidden, weight, target, bias, ignore_index, temperature, softcap, logit_scale, memory_budget, logits_dtype: as
-            in `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, memory_budget, logits_dtype: as in
+            `linear_logprobs`, with `hidden` `[R, T, H]` and `target` `[R, T]`. Pair losses: chosen rows first.
+        temperature, column_weights, positives: as in `linear_logprobs`, over `[R, T]`.
         inputs: what else the loss reads, by name: tensors whose first dimension counts rows (or pairs, for pair
             losses); for token losses `[R, T, ...]`. A tensor without dimensions concerns the whole batch and is handed
             on as it is.
@@ -182,6 +198,8 @@ def fused_linear_loss(
         max_units: at most so many units (tokens, sequences, pairs) share a tile of strategy `"immediate"`. The other
             strategies' tiles hold tokens, not units, and their size does not depend on it: named with one of them, it
             is refused.
+
+        token_statistics: statistics `[R, T]` to hand back among the metrics, whether or not the loss reads them.
 
     Returns:
         `(loss, metrics)`: a scalar, and the loss's detached metrics by name.
@@ -204,7 +222,14 @@ def fused_linear_loss(
             "strategy 'auto' or 'immediate'"
         )
     unit_rows = _check_units(loss, hidden, inputs)
-    transform = LogitTransform(1.0 if logit_scale is None else logit_scale, softcap, temperature)
+    if token_statistics:
+        check_statistics("token_statistics", token_statistics)
+    names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
+    tensors = check_head_tensors(
+        HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
+        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
+    )  # fmt: skip
+    transform = make_transform(logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
     scored = None if torch.compiler.is_compiling() else prepared.scored_tokens().to(hidden.device)
     mask = prepared.target_tensor() != ignore_index if scored is None else scored.mask
@@ -223,17 +248,25 @@ def fused_linear_loss(
             unit_rows=unit_rows,
         )  # fmt: skip
         if plan.strategy == "immediate":
-            return _immediate(prepared, scored, transform, plan, loss, inputs, totals)
-        values = _run(prepared, scored, transform, loss.statistics, differentiable, plan.strategy, memory_budget)
+            return _immediate(prepared, scored, transform, tensors, plan, loss, token_statistics, inputs, totals)
+        values = _run(prepared, scored, transform, tensors, names, differentiable, plan.strategy, memory_budget)
     else:
-        values = _deferred(prepared, transform, tuple(loss.statistics), differentiable, strategy, memory_budget)
+        values = _deferred(prepared, transform, tensors, names, differentiable, strategy, memory_budget)
     shaped = {
         name: (value if name in differentiable else value.detach()).view(prepared.shape)
         for name, value in values.items()
     }
     value, metrics = loss(shaped, mask, inputs, totals)
     check_result(value, metrics)
-    return value, {name: metric.detach() for name, metric in metrics.items()}
+    metrics = {name: metric.detach() for name, metric in metrics.items()}
+    return value, _joined(metrics, {name: shaped[name].detach() for name in token_statistics})
+
+
+def _joined(metrics: dict[str, Tensor], reported: dict[str, Tensor]) -> dict[str, Tensor]:
+    both = sorted(set(metrics) & set(reported))
+    if both:
+        raise ValueError(f"token_statistics: got {', '.join(both)}, which the loss returns as metrics of its own")
+    return metrics | reported
 
 
 def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
@@ -342,21 +375,25 @@ def _immediate(
     prepared: _Prepared,
     scored: ScoredOnDevice,
     transform: LogitTransform,
+    tensors: HeadTensors,
     plan: Plan,
     loss: Loss,
+    report: tuple[str, ...],
     inputs: Mapping[str, Tensor],
     totals: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with outside_autocast(prepared.hidden.device):
-        walk = _walk(prepared, scored, transform, plan)
-        call = ImmediateCall(walk, loss, inputs, totals, prepared.needs, [])
-        value, *metrics = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
-    return value, dict(zip(call.names, metrics, strict=True))
+        walk = _walk(prepared, scored, transform, plan, tensors)
+        call = ImmediateCall(walk, loss, report, inputs, totals, prepared.needs, [])
+        value, *rest = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
+    metrics, reported = rest[: len(call.names)], rest[len(call.names) :]
+    return value, _joined(dict(zip(call.names, metrics, strict=True)), dict(zip(report, reported, strict=True)))
 
 
 def _deferred(
     prepared: _Prepared,
     transform: LogitTransform,
+    tensors: HeadTensors,
     names: tuple[str, ...],
     differentiable: tuple[str, ...],
     strategy: str,
@@ -364,21 +401,23 @@ def _deferred(
 ) -> dict[str, Tensor]:
     if torch.compiler.is_compiling():
         resolved = _traced_strategy(prepared, differentiable, strategy)
-        return _run(prepared, None, transform, names, differentiable, resolved, memory_budget)
+        return _run(prepared, None, transform, tensors, names, differentiable, resolved, memory_budget)
     scored = prepared.scored_tokens().to(prepared.hidden.device)
     plan = _plan(prepared, scored, differentiable, strategy, memory_budget)
     if not any(prepared.needs):
         # Nothing for autograd to see: straight to the walk, since what is done before the first product is waited for.
         with outside_autocast(prepared.hidden.device):
-            values, *_ = forward(_walk(prepared, scored, transform, plan), names, prepared.needs, 0)
+            values, *_ = forward(_walk(prepared, scored, transform, plan, tensors), names, prepared.needs, 0)
         return dict(zip(names, values, strict=True))
-    return _run(prepared, scored, transform, names, differentiable, plan.strategy, memory_budget)
+    return _run(prepared, scored, transform, tensors, names, differentiable, plan.strategy, memory_budget)
 
 
-def _walk(prepared: _Prepared, scored: ScoredOnDevice, transform: LogitTransform, plan: Plan) -> TileWalk:
+def _walk(
+    prepared: _Prepared, scored: ScoredOnDevice, transform: LogitTransform, plan: Plan, tensors: HeadTensors
+) -> TileWalk:
     bias = None if prepared.bias is None else prepared.bias.detach()
     hidden, weight = prepared.hidden.detach(), prepared.weight.detach()
-    return TileWalk(hidden, weight, bias, scored, transform, prepared.precision, plan)
+    return TileWalk(hidden, weight, bias, scored, transform, prepared.precision, plan, tensors)
 
 
 def _traced_strategy(prepared: _Prepared, differentiable: tuple[str, ...], strategy: str) -> str:
@@ -397,6 +436,7 @@ def _run(
     prepared: _Prepared,
     scored: ScoredOnDevice | None,
     transform: LogitTransform,
+    tensors: HeadTensors,
     names: tuple[str, ...],
     differentiable: tuple[str, ...],
     strategy: str,
@@ -415,6 +455,9 @@ def _run(
         target,
         index,
         counts,
+        tensors.temperature,
+        tensors.column_weights,
+        tensors.positives,
         ",".join(names),
         ",".join(differentiable),
         prepared.ignore_index,

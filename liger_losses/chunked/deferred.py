@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from ..kernels import (
+    BernoulliState,
     Emit,
     RowState,
-    fold_tile,
+    bernoulli_tile,
     matmul,
     scaled_cast,
     tile_gradient,
 )
 from .head import Precision
+from .head_tensors import logit_coefficients
 from .planner import Problem
 from .tokens import Ranges
 from .walk import TileWalk, WeightGradient, power_of_two_at_least
@@ -79,11 +81,11 @@ def forward(
         start, stop = ranges[0]
         gradient = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
         part = state.narrow(start, stop - start)
-        walk.project(walk.tile_hidden(ranges), walk.tile_target(ranges), part, emit, gradient)
+        walk.project(walk.tile(ranges), part, emit, gradient)
         if keep_product:
             assert gradient is not None
             walk.hidden_product(gradient, kept, ranges)
-    compact = state.statistics(walk.vocab_size)
+    compact = walk.statistics(state)
     everything = ((0, count),)
 
     def at_positions(values: Tensor) -> Tensor:
@@ -101,16 +103,14 @@ def forward(
     )
 
 
-def _fold_columns(walk: TileWalk, state: RowState) -> None:
+def _fold_columns(walk: TileWalk, state: RowState | BernoulliState) -> None:
     """All tokens over one block of the vocabulary after the other."""
-    everything, step = ((0, walk.scored.count),), walk.plan.forward_columns
-    hidden, target = walk.tile_hidden(everything), walk.tile_target(everything)
+    tile, step = walk.tile(((0, walk.scored.count),)), walk.plan.forward_columns
     buffer = torch.empty(walk.scored.count, step, dtype=walk.precision.logits, device=walk.hidden.device)
     for start in range(0, walk.vocab_size, step):
         block = slice(start, min(start + step, walk.vocab_size))
-        logits = matmul(hidden, walk.weight[block].t(), out=buffer[:, : block.stop - block.start])
-        bias = None if walk.bias is None else walk.bias[block]
-        fold_tile(logits, bias, target, state, walk.transform, first_column=start)
+        logits = matmul(tile.hidden, walk.weight[block].t(), out=buffer[:, : block.stop - block.start])
+        walk.fold(logits, tile, state, columns=block)
 
 
 def _nothing(walk: TileWalk) -> Tensor:
@@ -120,7 +120,7 @@ def _nothing(walk: TileWalk) -> Tensor:
 def backward(
     walk: TileWalk,
     needs: tuple[bool, bool, bool],
-    coefficients: tuple[Tensor, Tensor | None, Tensor | None],  # dL/dlogprob, dL/dentropy, dL/dlse at every position
+    coefficients: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # of DIFFERENTIABLE at every position
     lse: Tensor,
     entropy: Tensor | None,
     scale: Tensor,
@@ -184,7 +184,7 @@ def finish_weight_gradient(
 def _backward_recompute(
     walk: TileWalk,
     needs: tuple[bool, bool, bool],
-    coefficients: tuple[Tensor, Tensor | None, Tensor | None],
+    coefficients: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     lse: Tensor,
     entropy: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
@@ -193,7 +193,7 @@ def _backward_recompute(
     count, compute, wide = walk.scored.count, walk.precision.compute, walk.precision.statistics
     device, everything = walk.hidden.device, ((0, count),)
     vocab, width = walk.weight.shape
-    hidden, target = walk.tile_hidden(everything), walk.tile_target(everything)
+    tile = walk.tile(everything)
 
     def compact(values: Tensor | None) -> Tensor | None:
         return None if values is None else walk.scored.gather(values, everything)
@@ -204,7 +204,8 @@ def _backward_recompute(
     if compute == torch.float16 and count:
         unit = power_of_two_at_least(torch.cat([part for part in parts if part is not None]))
         parts = [None if part is None else part / unit for part in parts]
-    dlogprob, dentropy, dlse = parts
+    dlogprob, dentropy, *rest = parts
+    dlse, dlogit = logit_coefficients(rest[0], rest[1], vocab, walk.tensors.column_weights)
     assert dlogprob is not None
     row_lse, row_entropy = walk.scored.gather(lse, everything), compact(entropy)
 
@@ -219,28 +220,34 @@ def _backward_recompute(
         block = slice(start, min(start + step, vocab))
         columns = block.stop - block.start
         rows, out = logits[:, :columns], gradient[:, :columns]
-        matmul(hidden, walk.weight[block].t(), out=rows)
-        tile_gradient(
-            rows,
-            None if walk.bias is None else walk.bias[block],
-            target,
-            lse=row_lse,
-            logprob=row_lse,
-            entropy=row_entropy,
-            dlogprob=dlogprob,
-            dentropy=dentropy,
-            dlse=dlse,
-            transform=walk.transform,
-            out=out,
-            first_column=start,
-        )
+        matmul(tile.hidden, walk.weight[block].t(), out=rows)
+        bias, weights = (None if t is None else t[block] for t in (walk.bias, walk.tensors.column_weights))
+        if tile.positives is not None:
+            bernoulli_tile(rows, bias, tile.positives, tile.transform, out=out, factor=dlogprob, first_column=start)
+        else:
+            tile_gradient(
+                rows,
+                bias,
+                tile.target,
+                lse=row_lse,
+                logprob=row_lse,
+                entropy=row_entropy,
+                dlogprob=dlogprob,
+                dentropy=dentropy,
+                dlse=dlse,
+                dlogit=dlogit,
+                column_weights=weights,
+                transform=tile.transform,
+                out=out,
+                first_column=start,
+            )
         if d_hidden is not None:
             matmul(out, walk.weight[block], out=d_hidden, accumulate=True)
         if d_weight is not None:
-            _block_product(out, hidden, d_weight[block], unit, wide)
+            _block_product(out, tile.hidden, d_weight[block], unit, wide)
         if d_bias is not None and ones is not None:
             _block_product(out, ones, d_bias[block].unsqueeze(-1), unit, wide)
-    del logits, gradient, rows, out, hidden  # before the hidden gradient is cast
+    del logits, gradient, rows, out, tile  # before the hidden gradient is cast
     return _positions(walk, d_hidden, unit, dtypes[0]), d_weight, d_bias
 
 

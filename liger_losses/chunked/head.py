@@ -22,7 +22,12 @@ class Precision:
     @classmethod
     def of(cls, compute: torch.dtype, logits: torch.dtype) -> Precision:
         """Statistics and sums are fp32, and fp64 where the products are."""
-        return cls(compute, logits, torch.float64 if compute == torch.float64 else torch.float32)
+        return cls(compute, logits, wide_dtype(compute))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of statistics and sums over values of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_logits_dtype(logits_dtype: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import Emit, RowState, scaled_cast
+from ..kernels import DIFFERENTIABLE, DTYPES, BernoulliState, Emit, RowState, scaled_cast
 from .deferred import finish_weight_gradient
 from .loss import Loss, check_result, differentiable_statistics, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
@@ -23,6 +23,7 @@ class ImmediateCall:
 
     walk: TileWalk
     loss: Loss
+    report: tuple[str, ...]  # statistics to hand back, after the metrics
     inputs: Mapping[str, Tensor]
     totals: Mapping[str, Tensor]
     needs: tuple[bool, bool, bool]  # hidden, weight, bias
@@ -36,11 +37,10 @@ class LossTiles:
         self._call = call
         walk = call.walk
         positions, kind = walk.hidden.shape[0], walk.precision.statistics
-        self.names = tuple(call.loss.statistics)
+        self.names = tuple(dict.fromkeys((*call.loss.statistics, *call.report)))
         self._differentiable = differentiable_statistics(call.loss)
         self._full = {
-            name: torch.zeros(positions, dtype=torch.bool if name == "is_top1" else kind, device=walk.hidden.device)
-            for name in self.names
+            name: torch.zeros(positions, dtype=DTYPES.get(name, kind), device=walk.hidden.device) for name in self.names
         }
         self._values: list[Tensor] = []
         self._metrics: list[dict[str, Tensor]] = []
@@ -84,9 +84,7 @@ class LossTiles:
             return walk.scored.gather(full, group.tokens)
 
         like = next(iter(statistics.values())).to(walk.precision.statistics)
-        return Coefficients.of(
-            compact("logprob"), compact("entropy"), compact("lse"), like, only_logprob=self.only_logprob
-        )
+        return Coefficients.of(tuple(map(compact, DIFFERENTIABLE)), like, only_logprob=self.only_logprob)
 
     def _positions(self, group: UnitGroup) -> Ranges:
         length = self._call.walk.scored.mask.shape[1]
@@ -123,6 +121,10 @@ class LossTiles:
             for parts in [[metrics[name] for metrics in self._metrics]]
         }
 
+    def reported(self) -> list[Tensor]:
+        """`[R, T]` each."""
+        return [self._full[name].view(self._call.walk.scored.mask.shape) for name in self._call.report]
+
 
 class ImmediateFunction(torch.autograd.Function):
     """`loss, *metrics = f(hidden, weight, bias)`, its gradients up to the upstream factor formed in forward."""
@@ -151,9 +153,10 @@ class ImmediateFunction(torch.autograd.Function):
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.save_for_backward(kept, factor, *total.tensors(hidden.device))
         metrics = tiles.metrics()
-        ctx.mark_non_differentiable(*metrics.values())
+        extra = [*metrics.values(), *tiles.reported()]
+        ctx.mark_non_differentiable(*extra)
         call.names.extend(metrics)
-        return (tiles.value(), *metrics.values())
+        return (tiles.value(), *extra)
 
     @staticmethod
     @once_differentiable
@@ -176,26 +179,27 @@ def _group(
     buffer = walk.buffer(max(sizes), walk.precision.compute)
     emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
     done = 0
-    parts: list[tuple[Ranges, slice, RowState]] = []
+    parts: list[tuple[Ranges, slice, RowState | BernoulliState]] = []
     for piece, size in zip(pieces, sizes, strict=True):
         part = state.narrow(done, size)
-        walk.project(walk.tile_hidden(piece), walk.tile_target(piece), part, emit, buffer[:size])
+        walk.project(walk.tile(piece), part, emit, buffer[:size])
         if kept is not None and tiles.only_logprob:
             walk.hidden_product(buffer[:size], kept, piece)
         parts.append((piece, slice(done, done + size), part))
         done += size
 
-    coefficients = tiles.evaluate(group, state.statistics(walk.vocab_size))
+    coefficients = tiles.evaluate(group, walk.statistics(state))
     if tiles.only_logprob:
         coefficients = Coefficients(coefficients.factor * state.gradient_scale)
     for piece, rows, part in reversed(parts):
-        gradient, hidden = buffer[: rows.stop - rows.start], walk.tile_hidden(piece)
+        gradient, tile = buffer[: rows.stop - rows.start], walk.tile(piece)
         if rows.stop != group.count:
             again = walk.state(gradient.shape[0], ())
-            walk.project(hidden, walk.tile_target(piece), again, emit, gradient)
+            walk.project(tile, again, emit, gradient)
         if not tiles.only_logprob:
-            walk.combine(gradient, walk.tile_target(piece), part, coefficients.rows(rows))
+            assert isinstance(part, RowState)
+            walk.combine(gradient, tile, part, coefficients.rows(rows))
             if kept is not None:
                 walk.hidden_product(gradient, kept, piece)
-        total.add(gradient, hidden, coefficients.factor[rows])
+        total.add(gradient, tile.hidden, coefficients.factor[rows])
     return coefficients

@@ -103,6 +103,18 @@ def prepared_inputs(loss: Loss, mask: Tensor, inputs: Mapping[str, Tensor]) -> d
     return dict(inputs if prepare is None else prepare(mask, inputs))
 
 
+def check_differentiable(statistics: tuple[str, ...], asked: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The statistics whose gradient will be used; all that have one when nothing is asked."""
+    if asked is None:
+        return tuple(name for name in statistics if name in DIFFERENTIABLE)
+    if asked:
+        check_statistics("differentiable", asked, DIFFERENTIABLE)
+    absent = [name for name in asked if name not in statistics]
+    if absent:
+        raise ValueError(f"differentiable: got {absent}, expected names out of statistics {tuple(statistics)}")
+    return tuple(asked)
+
+
 def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
     """The statistics whose gradient the loss may send back."""
     declared: tuple[str, ...] | None = getattr(loss, "differentiable", None)

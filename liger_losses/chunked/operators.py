@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, LogitTransform
+from ..kernels import DIFFERENTIABLE, DTYPES, LogitTransform
 from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
+from .head_tensors import HeadTensors
 from .loss import only_logprob
 from .planner import make_plan, padded_columns
 from .tokens import ScoredOnDevice, ScoredTokens
@@ -29,7 +30,7 @@ class CallOptions:
     ignore_index: int
     scale: float
     softcap: float | None
-    temperature: float
+    one_temperature: float
     compute_dtype: torch.dtype
     logits_dtype: torch.dtype
     strategy: str
@@ -58,6 +59,7 @@ class CallOptions:
         target: Tensor,
         index: Tensor | None,
         row_counts: list[int] | None,
+        *tensors: Tensor | None,
     ) -> TileWalk:
         if row_counts is None:
             scored = ScoredTokens(target, self.ignore_index).to(hidden.device)
@@ -68,16 +70,20 @@ class CallOptions:
             only_logprob_grad=only_logprob(tuple(filter(None, self.differentiable.split(",")))),
         )  # fmt: skip
         plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
-        transform = LogitTransform(self.scale, self.softcap, self.temperature)
-        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan)
+        transform = LogitTransform(self.scale, self.softcap, self.one_temperature)
+        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan, HeadTensors(*tensors))
 
 
-_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? index, SymInt[]? row_counts"
+_HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? index, SymInt[]? row_counts, "
+    "Tensor? temperature, Tensor? column_weights, Tensor? positives"
+)
 _SCALARS = (  # in the order of CallOptions
-    "str statistics, str differentiable, SymInt ignore_index, float scale, float? softcap, float temperature, "
+    "str statistics, str differentiable, SymInt ignore_index, float scale, float? softcap, float one_temperature, "
     "ScalarType compute_dtype, ScalarType logits_dtype, str strategy, SymInt? memory_budget, "
     "bool needs_hidden, bool needs_weight, bool needs_bias"
 )
+_GRADIENTS = ", ".join(f"Tensor? d{name}" for name in DIFFERENTIABLE)
 _KEPT = "Tensor? entropy, Tensor lse, Tensor gradient_scale, Tensor kept, Tensor cache"
 
 
@@ -89,12 +95,15 @@ def token_statistics(
     target: Tensor,  # [R, T]
     index: Tensor | None,
     row_counts: list[int] | None,
+    temperature: Tensor | None,
+    column_weights: Tensor | None,
+    positives: Tensor | None,
     *scalars: Any,
 ) -> list[Tensor]:
     """Statistics of every position, then what backward needs."""
     options = CallOptions(*scalars)
     with outside_autocast(hidden.device):
-        walk = options.walk(hidden, weight, bias, target, index, row_counts)
+        walk = options.walk(hidden, weight, bias, target, index, row_counts, temperature, column_weights, positives)
         rows = walk.scored.count if row_counts is not None else hidden.shape[0]
         values, *for_backward = forward(walk, options.names, options.needs, rows)
         return [*values, *for_backward]
@@ -108,14 +117,15 @@ def _(
     target: Tensor,
     index: Tensor | None,
     row_counts: list[int] | None,
+    temperature: Tensor | None,
+    column_weights: Tensor | None,
+    positives: Tensor | None,
     *scalars: Any,
 ) -> list[Tensor]:
     options = CallOptions(*scalars)
     needs_hidden, needs_weight, needs_bias = options.needs
     compute, wide = options.compute_dtype, options.precision.statistics
-    values = [
-        hidden.new_empty(hidden.shape[0], dtype=torch.bool if name == "is_top1" else wide) for name in options.names
-    ]
+    values = [hidden.new_empty(hidden.shape[0], dtype=DTYPES.get(name, wide)) for name in options.names]
     kept, cache = (hidden.new_empty(0, dtype=compute) for _ in range(2))
     if options.strategy in ("cached", "frozen") and needs_hidden:
         kept = hidden.new_empty(hidden.shape, dtype=compute)
@@ -129,12 +139,13 @@ def _(
 @torch.library.custom_op(
     "liger_losses::token_statistics_backward",
     mutates_args=(),
-    schema=f"(Tensor? dlogprob, Tensor? dentropy, Tensor? dlse, {_KEPT}, {_HEAD}, {_SCALARS}) -> Tensor[]",
+    schema=f"({_GRADIENTS}, {_KEPT}, {_HEAD}, {_SCALARS}) -> Tensor[]",
 )
 def token_statistics_backward(
     dlogprob: Tensor | None,
     dentropy: Tensor | None,
     dlse: Tensor | None,
+    dmean_logprob: Tensor | None,
     entropy: Tensor | None,
     lse: Tensor,
     gradient_scale: Tensor,
@@ -146,16 +157,20 @@ def token_statistics_backward(
     target: Tensor,
     index: Tensor | None,
     row_counts: list[int] | None,
+    temperature: Tensor | None,
+    column_weights: Tensor | None,
+    positives: Tensor | None,
     *scalars: Any,
 ) -> list[Tensor]:
     """Gradients of hidden, weight and bias; empty where not needed."""
     options = CallOptions(*scalars)
     with outside_autocast(hidden.device):
-        walk = options.walk(hidden, weight, bias, target, index, row_counts)
+        walk = options.walk(hidden, weight, bias, target, index, row_counts, temperature, column_weights, positives)
         # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
         mask = walk.scored.mask.reshape(-1)
-        sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in (dlogprob, dentropy, dlse)]
-        coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2])
+        given = (dlogprob, dentropy, dlse, dmean_logprob)
+        sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in given]
+        coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2], sent[3])
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         gradients = backward(walk, options.needs, coefficients, lse, entropy, gradient_scale, kept, cache, dtypes)
         return [hidden.new_empty(0) if g is None else g for g in gradients]
@@ -163,32 +178,32 @@ def token_statistics_backward(
 
 @token_statistics_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    hidden, weight, bias = arguments[8:11]
+    hidden, weight, bias = arguments[9:12]
     needs = arguments[-3:]
     like = (hidden, weight, weight if bias is None else bias)
     return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    hidden, weight, bias, target, index, ctx.row_counts, *scalars = inputs
+    hidden, weight, bias, target, index, ctx.row_counts, *rest = inputs
+    tensors, scalars = rest[:3], rest[3:]
     ctx.scalars = scalars
     ctx.set_materialize_grads(False)
     names = scalars[0].split(",")
     entropy = output[names.index("entropy")] if "entropy" in names else None
-    ctx.save_for_backward(hidden, weight, bias, target, index, entropy, *output[len(names) :])
+    ctx.save_for_backward(hidden, weight, bias, target, index, *tensors, entropy, *output[len(names) :])
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    hidden, weight, bias, target, index, entropy, *kept = ctx.saved_tensors
+    hidden, weight, bias, target, index, *tensors, entropy, lse, scale, kept, cache = ctx.saved_tensors
     statistics, differentiable, *_, needs_hidden, needs_weight, needs_bias = ctx.scalars
     of = dict(zip(statistics.split(","), gradients, strict=False))
     asked = [of.get(name) if name in differentiable.split(",") else None for name in DIFFERENTIABLE]
-    empty = (None,) * (4 + len(ctx.scalars))
+    empty = (None,) * (7 + len(ctx.scalars))
     if all(gradient is None for gradient in asked):
         return (None, None, *empty)
-    dlogprob, dentropy, dlse = asked
     d_hidden, d_weight, d_bias = token_statistics_backward(
-        dlogprob, dentropy, dlse, entropy, *kept, hidden, weight, bias, target, index, ctx.row_counts,
+        *asked, entropy, lse, scale, kept, cache, hidden, weight, bias, target, index, ctx.row_counts, *tensors,
         *ctx.scalars,
     )  # fmt: skip
     return (

@@ -71,19 +71,9 @@ class ScoredTokens:
 
         On an accelerator such a token's log-probability is NaN instead: nothing is trained on it unnoticed.
         """
-        if (
-            self._target.is_cuda
-            or self._target.is_meta
-            or (self._in_range is not None and vocab_size >= self._in_range)
-        ):
+        if self._in_range is not None and vocab_size >= self._in_range:
             return
-        wrong = self._mask & ((self._target < 0) | (self._target >= vocab_size))
-        if bool(wrong.any()):
-            row, column = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"target: got {int(self._target[row, column])} at row {row}, position {column}; expected a class in "
-                f"[0, {vocab_size}) or ignore_index={self.ignore_index}"
-            )
+        check_range(self._target, self._mask, vocab_size, self.ignore_index)
         self._in_range = vocab_size
 
     def to(self, device: torch.device) -> ScoredOnDevice:
@@ -111,6 +101,21 @@ def _upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def check_range(target: Tensor, mask: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise for a scored target outside `[0, vocab_size)`, if the target can be read without waiting."""
+    if target.device.type != "cpu":
+        return
+    wrong = mask & ((target < 0) | (target >= vocab_size))
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        names = {1: "position {}", 2: "row {}, position {}"}.get(len(place), "index {}")
+        where = names.format(*(place if len(place) <= 2 else (place,)))
+        raise ValueError(
+            f"target: got {int(target[place])} at {where}; expected a class in [0, {vocab_size}) or "
+            f"ignore_index={ignore_index}"
+        )
+
+
 def check_ignore_index(ignore_index: int) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index: got {ignore_index!r}, expected an int")
@@ -119,8 +124,12 @@ def check_ignore_index(ignore_index: int) -> None:
 
 
 def check_target(target: Tensor) -> None:
-    if target.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"target: got dtype {target.dtype}, expected an integer dtype (int64)")
+    check_integer("target", target)
+
+
+def check_integer(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, expected an integer dtype (int64)")
 
 
 @dataclass(frozen=True)

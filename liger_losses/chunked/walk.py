@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..kernels import Emit, LogitTransform, RowState, fold_tile, matmul, scaled_cast, tile_gradient
+from ..kernels import (
+    BernoulliState,
+    Emit,
+    LogitTransform,
+    RowState,
+    bernoulli_tile,
+    fold_tile,
+    matmul,
+    scaled_cast,
+    tile_gradient,
+)
 from .head import Precision
+from .head_tensors import HeadTensors, logit_coefficients
 from .planner import PRODUCT_ROWS, Plan
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
@@ -18,27 +29,25 @@ class Coefficients:
     """`dL/dstatistic` per token, split into a factor per row and what is left for the tile.
 
     With log-probabilities alone the factor is `dL/dlogprob` and the tile is the same for every loss. Otherwise the
-    factor is the largest of the three in size, so that the tile's entries are of order `p` in every dtype.
+    factor is the largest of them in size, so that the tile's entries are of order `p` in every dtype.
     """
 
     factor: Tensor  # [n]
     dlogprob: Tensor | None = None  # [n], relative to the factor
     dentropy: Tensor | None = None
     dlse: Tensor | None = None
+    dmean_logprob: Tensor | None = None
 
     @classmethod
     def of(
         cls,
-        dlogprob: Tensor | None,
-        dentropy: Tensor | None,
-        dlse: Tensor | None,
+        given: tuple[Tensor | None, ...],  # in the order of DIFFERENTIABLE
         like: Tensor,
         *,
-        only_logprob: bool,  # the tile holds G; otherwise it holds p, also where the other two turn out to be None
+        only_logprob: bool,  # the tile holds G; otherwise it holds p, also where all others turn out to be None
     ) -> Coefficients:
         if only_logprob:
-            return cls(torch.zeros_like(like) if dlogprob is None else dlogprob)
-        given = (dlogprob, dentropy, dlse)
+            return cls(torch.zeros_like(like) if given[0] is None else given[0])
         parts = torch.stack([torch.zeros_like(like) if part is None else part for part in given])
         size = parts.abs().amax(0)
         relative = parts / torch.where(size == 0, torch.ones_like(size), size)
@@ -46,7 +55,7 @@ class Coefficients:
 
     def rows(self, rows: slice) -> Coefficients:
         """Those of some of the tokens."""
-        parts = (self.dlogprob, self.dentropy, self.dlse)
+        parts = (self.dlogprob, self.dentropy, self.dlse, self.dmean_logprob)
         return Coefficients(self.factor[rows], *(None if part is None else part[rows] for part in parts))
 
 
@@ -117,6 +126,20 @@ def power_of_two_at_least(values: Tensor) -> Tensor:
     return torch.where(largest == 0, torch.ones_like(largest), torch.exp2(torch.ceil(torch.log2(largest))))
 
 
+@dataclass(frozen=True)
+class TokenTile:
+    """Some scored tokens, gathered."""
+
+    hidden: Tensor  # [n, H] in the compute dtype
+    target: Tensor  # [n]
+    transform: LogitTransform
+    positives: Tensor | None  # [n, P]
+
+    def rows(self, rows: slice) -> TokenTile:
+        positives = None if self.positives is None else self.positives[rows]
+        return TokenTile(self.hidden[rows], self.target[rows], self.transform.rows(rows), positives)
+
+
 class TileWalk:
     """One call's tensors and buffers, and the steps that every strategy is made of."""
 
@@ -129,12 +152,15 @@ class TileWalk:
         transform: LogitTransform,
         precision: Precision,
         plan: Plan,
+        tensors: HeadTensors,
     ) -> None:
         self.hidden = hidden
         self.weight = weight.to(precision.compute)
         self.bias = bias
         self.scored = scored
-        self.transform = transform
+        self.tensors = tensors.to(precision.statistics)
+        temperature = self.tensors.temperature
+        self.transform = transform if temperature is None else replace(transform, temperature=temperature)
         self.precision = precision
         self.plan = plan
         self._logits: Tensor | None = None
@@ -143,8 +169,15 @@ class TileWalk:
     def vocab_size(self) -> int:
         return self.weight.shape[0]
 
-    def state(self, rows: int, names: tuple[str, ...]) -> RowState:
-        return RowState(rows, names, device=self.hidden.device, dtype=self.precision.statistics)
+    def state(self, rows: int, names: tuple[str, ...]) -> RowState | BernoulliState:
+        device, dtype = self.hidden.device, self.precision.statistics
+        if self.tensors.positives is not None:
+            return BernoulliState(rows, device=device, dtype=dtype)
+        weighted = self.tensors.column_weights is not None
+        return RowState(rows, names, device=device, dtype=dtype, column_weights=weighted)
+
+    def statistics(self, state: RowState | BernoulliState) -> dict[str, Tensor]:
+        return state.statistics(self.vocab_size, self.tensors.column_weights)
 
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
         """`[rows, V]` with rows on 8-element boundaries, so that an odd vocabulary keeps the aligned product path."""
@@ -155,46 +188,85 @@ class TileWalk:
         """`[n, H]` hidden states of compact `ranges`, in the compute dtype."""
         return self.scored.gather(self.hidden, ranges).to(self.precision.compute)
 
-    def tile_target(self, ranges: Ranges) -> Tensor:
-        return self.scored.gather(self.scored.target, ranges)
+    def tile(self, ranges: Ranges) -> TokenTile:
+        """The tokens of compact `ranges`."""
+
+        def gather(values: Tensor) -> Tensor:
+            return self.scored.gather(values, ranges)
+
+        positives = self.tensors.positives
+        return TokenTile(
+            self.tile_hidden(ranges),
+            gather(self.scored.target),
+            self.transform.gathered(gather),
+            None if positives is None else gather(positives),
+        )
 
     def project(
         self,
-        hidden: Tensor,  # [n, H]
-        target: Tensor,  # [n]
-        state: RowState,
+        tile: TokenTile,
+        state: RowState | BernoulliState,
         emit: Emit,
         gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
     ) -> None:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
-        for rows in _slices(hidden.shape[0], self.plan.logit_rows):
+        for rows in _slices(tile.hidden.shape[0], self.plan.logit_rows):
             logits = self._logits_buffer(rows.stop - rows.start)
-            matmul(hidden[rows], self.weight.t(), out=logits)
+            matmul(tile.hidden[rows], self.weight.t(), out=logits)
             part = state.narrow(rows.start, rows.stop - rows.start)
-            out = None if gradient is None else gradient[rows]
-            fold_tile(logits, self.bias, target[rows], part, self.transform, emit=emit, out=out)
+            self.fold(logits, tile.rows(rows), part, emit, None if gradient is None else gradient[rows])
+
+    def fold(
+        self,
+        logits: Tensor,  # [n, columns]
+        tile: TokenTile,
+        state: RowState | BernoulliState,
+        emit: Emit = Emit.NOTHING,
+        gradient: Tensor | None = None,  # [n, V]
+        columns: slice | None = None,  # of the vocabulary; None: all of it
+    ) -> None:
+        """One block of logits into `state`, and with `emit` what the gradient products need."""
+        first, bias, weights = 0, self.bias, self.tensors.column_weights
+        if columns is not None:
+            first = columns.start
+            bias, weights = (None if t is None else t[columns] for t in (bias, weights))
+        if isinstance(state, BernoulliState):
+            assert tile.positives is not None
+            bernoulli_tile(
+                logits, bias, tile.positives, tile.transform, total=state.total, out=gradient, first_column=first
+            )
+            return
+        fold_tile(
+            logits, bias, tile.target, state, tile.transform, first_column=first, emit=emit, out=gradient,
+            column_weights=weights,
+        )  # fmt: skip
 
     def _logits_buffer(self, rows: int) -> Tensor:
         if self._logits is None:
             self._logits = self.buffer(self.plan.logit_rows, self.precision.logits)
         return self._logits[:rows]
 
-    def combine(self, tile: Tensor, target: Tensor, state: RowState, coefficients: Coefficients) -> None:
+    def combine(self, gradient: Tensor, tile: TokenTile, state: RowState, coefficients: Coefficients) -> None:
         """In place, from `p` to the gradient of a loss with several coefficients, relative to the row factor."""
         assert coefficients.dlogprob is not None
-        statistics = state.statistics(self.vocab_size)
+        statistics = self.statistics(state)
+        dlse, dlogit = logit_coefficients(
+            coefficients.dlse, coefficients.dmean_logprob, self.vocab_size, self.tensors.column_weights
+        )
         tile_gradient(
-            tile,
+            gradient,
             self.bias,
-            target,
+            tile.target,
             lse=state.lse,
             logprob=(state.target - state.max) - torch.log(state.sum_exp),
             entropy=statistics.get("entropy"),
             dlogprob=coefficients.dlogprob,
             dentropy=coefficients.dentropy,
-            dlse=coefficients.dlse,
-            transform=self.transform,
-            out=tile,
+            dlse=dlse,
+            dlogit=dlogit,
+            column_weights=self.tensors.column_weights,
+            transform=tile.transform,
+            out=gradient,
             probability_scale=state.gradient_scale,
         )
 

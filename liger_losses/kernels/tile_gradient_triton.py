@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tile_statistics_triton import aligned, logits_and_slope, readable_columns, row_start
+from .tile_statistics_triton import aligned, logits_and_slope, readable_columns, row_start, temperature_arguments
 from .transform import LogitTransform
 
 _BLOCK = 4096
@@ -17,7 +17,7 @@ _BLOCK = 4096
     do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"],
     do_not_specialize_on_alignment=[
         "bias_ptr", "target_ptr", "lse_ptr", "logprob_ptr", "entropy_ptr", "dlogprob_ptr", "dentropy_ptr", "dlse_ptr",
-        "probability_scale_ptr",
+        "dlogit_ptr", "column_weights_ptr", "probability_scale_ptr", "inv_t_ptr",
     ],
 )  # fmt: skip
 def _gradient_kernel(
@@ -33,17 +33,23 @@ def _gradient_kernel(
     dlogprob_ptr,
     dentropy_ptr,
     dlse_ptr,
+    dlogit_ptr,
+    column_weights_ptr,
     probability_scale_ptr,
     first_column,
     n_columns,
     scale,
     softcap,
     inv_t,
+    inv_t_ptr,
     ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    HAS_DLOGIT: tl.constexpr,
+    HAS_COLUMN_WEIGHTS: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
     FROM_PROBABILITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -51,6 +57,8 @@ def _gradient_kernel(
     softcap = tl.cast(softcap, tl.float32)
     inv_t = tl.cast(inv_t, tl.float32)
     row = tl.program_id(0).to(tl.int64)
+    if ROW_TEMPERATURE:
+        inv_t = tl.load(inv_t_ptr + row)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     readable = readable_columns(n_columns, ALIGNED)
     row_ptr = row_start(tile_ptr, row, tile_stride, ALIGNED)
@@ -73,13 +81,24 @@ def _gradient_kernel(
         logp = z - lse
         p = tl.exp(logp)
     a = tl.load(dlogprob_ptr + row)
+    active = a != 0.0
     gradient = tl.where(is_target, 1.0 - p, -p) * a
     if HAS_DENTROPY:
         information = tl.where(p > 0, p * (logp + tl.load(entropy_ptr + row)), 0.0)
-        gradient -= tl.load(dentropy_ptr + row) * information
+        h = tl.load(dentropy_ptr + row)
+        active |= h != 0.0
+        gradient -= h * information
     if HAS_DLSE:
-        gradient += tl.load(dlse_ptr + row) * p
-    gradient = gradient * slope
+        to_lse = tl.load(dlse_ptr + row)
+        active |= to_lse != 0.0
+        gradient += to_lse * p
+    if HAS_DLOGIT:
+        each = tl.load(dlogit_ptr + row)
+        active |= each != 0.0
+        if HAS_COLUMN_WEIGHTS:
+            each *= tl.load(column_weights_ptr + offsets, mask=offsets < n_columns, other=0.0).to(tl.float32)
+        gradient += each
+    gradient = tl.where(active, gradient * slope, 0.0)
     out_row = row_start(out_ptr, row, out_stride, ALIGNED)
     tl.store(out_row + offsets, gradient.to(out_ptr.dtype.element_ty), mask=offsets < readable)
 
@@ -94,6 +113,8 @@ def tile_gradient_triton(
     dlogprob: Tensor,
     dentropy: Tensor | None,
     dlse: Tensor | None,
+    dlogit: Tensor | None,
+    column_weights: Tensor | None,
     transform: LogitTransform,
     out: Tensor,
     first_column: int,
@@ -114,17 +135,22 @@ def tile_gradient_triton(
             dlogprob,
             lse if dentropy is None else dentropy,
             lse if dlse is None else dlse,
+            lse if dlogit is None else dlogit,
+            lse if column_weights is None else column_weights,
             lse if probability_scale is None else probability_scale,
             first_column,
             tile.shape[1],
             transform.scale,
             transform.softcap or 1.0,
-            transform.inverse_temperature,
+            *temperature_arguments(transform, lse),
             ALIGNED=aligned(tile, out),
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=transform.softcap is not None,
             HAS_DENTROPY=dentropy is not None,
             HAS_DLSE=dlse is not None,
+            HAS_DLOGIT=dlogit is not None,
+            HAS_COLUMN_WEIGHTS=column_weights is not None,
+            ROW_TEMPERATURE=isinstance(transform.temperature, Tensor),
             FROM_PROBABILITY=probability_scale is not None,
             BLOCK=block,
             num_warps=8,

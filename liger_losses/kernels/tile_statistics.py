@@ -24,8 +24,11 @@ from torch import Tensor
 from .dispatch import use_triton
 from .transform import LogitTransform
 
-STATISTICS = ("logprob", "entropy", "lse", "mean_logit", "is_top1", "log_sum_sq_prob")
-DIFFERENTIABLE = ("logprob", "entropy", "lse")
+STATISTICS = (
+    "logprob", "entropy", "lse", "mean_logprob", "mean_logit", "argmax", "is_top1", "log_sum_sq_prob",
+)  # fmt: skip
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logprob")
+DTYPES = {"argmax": torch.int64, "is_top1": torch.bool}  # of the statistics that are no fp32 numbers
 
 # Elements of a slice of rows that the torch twin visits at once: its temporaries stay in cache.
 _TWIN_ELEMENTS = 1 << 19
@@ -44,15 +47,27 @@ class RowState:
 
     `sum_exp = sum e^(z - max)`, `weighted = sum e^(z - max) (z - max)`, `sum_sq = sum e^(2 (z - max))`: relative to the
     running maximum, so that large logits lose nothing. `target` is NaN until the target's column has been seen, which
-    makes a target out of range visible as a NaN log-probability. `gradient_scale * out` is what `emit` promises.
+    makes a target out of range visible as a NaN log-probability. `sum_logits = sum z_v`, `sum_columns = sum c_v z_v`
+    with column weights `c`. `gradient_scale * out` is what `emit` promises.
     """
 
-    def __init__(self, rows: int, names: tuple[str, ...], *, device: torch.device, dtype: torch.dtype) -> None:
-        optional = {"weighted": "entropy", "sum_sq": "log_sum_sq_prob", "sum_logits": "mean_logit"}
+    def __init__(
+        self,
+        rows: int,
+        names: tuple[str, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        column_weights: bool = False,  # whether `mean_logprob` is weighted
+    ) -> None:
+        optional = {
+            "weighted": "entropy" in names,
+            "sum_sq": "log_sum_sq_prob" in names,
+            "sum_logits": "mean_logit" in names or ("mean_logprob" in names and not column_weights),
+            "sum_columns": "mean_logprob" in names and column_weights,
+        }
         fields = {"max": -math.inf, "sum_exp": 0.0, "target": math.nan, "gradient_scale": 1.0}
-        fields |= {field: 0.0 for field, name in optional.items() if name in names}
-        if "is_top1" in names:
-            fields["max_before_target"] = -math.inf
+        fields |= {field: 0.0 for field, wanted in optional.items() if wanted}
         start = _initial(tuple(fields.values()), device, dtype)
         values = dict(zip(fields, start.unsqueeze(-1).repeat(1, rows), strict=True))
         self.names = names
@@ -61,13 +76,16 @@ class RowState:
         self.weighted = values.get("weighted")
         self.sum_sq = values.get("sum_sq")
         self.sum_logits = values.get("sum_logits")
-        self.max_before_target = values.get("max_before_target")
+        self.sum_columns = values.get("sum_columns")
+        top1 = "is_top1" in names or "argmax" in names
+        self.argmax = torch.zeros(rows, dtype=torch.int64, device=device) if top1 else None
+        self.is_top1 = torch.zeros(rows, dtype=torch.bool, device=device) if "is_top1" in names else None
 
     @property
     def lse(self) -> Tensor:
         return self.max + torch.log(self.sum_exp)
 
-    def statistics(self, vocab_size: int) -> dict[str, Tensor]:
+    def statistics(self, vocab_size: int, column_weights: Tensor | None = None) -> dict[str, Tensor]:
         """The statistics asked for, each `[rows]`, once every column has been folded."""
         result: dict[str, Tensor] = {}
         for name in self.names:
@@ -80,9 +98,15 @@ class RowState:
                 result[name] = torch.log(self.sum_exp) - self.weighted / self.sum_exp
             elif name == "mean_logit" and self.sum_logits is not None:
                 result[name] = self.sum_logits / vocab_size
-            elif name == "is_top1" and self.max_before_target is not None:
-                # Ties go to the first column, as argmax has it.
-                result[name] = (self.target >= self.max) & (self.target > self.max_before_target)
+            elif name == "mean_logprob" and self.sum_columns is not None:
+                assert column_weights is not None
+                result[name] = (self.sum_columns - column_weights.sum() * self.lse) / vocab_size
+            elif name == "mean_logprob" and self.sum_logits is not None:
+                result[name] = (self.sum_logits / vocab_size - self.max) - torch.log(self.sum_exp)
+            elif name == "argmax" and self.argmax is not None:
+                result[name] = self.argmax
+            elif name == "is_top1" and self.is_top1 is not None:
+                result[name] = self.is_top1
             elif name == "log_sum_sq_prob" and self.sum_sq is not None:
                 result[name] = torch.log(self.sum_sq) - 2 * torch.log(self.sum_exp)
         return result
@@ -111,6 +135,7 @@ def fold_tile(
     first_column: int = 0,
     emit: Emit = Emit.NOTHING,
     out: Tensor | None = None,  # [rows, columns], not `tile`
+    column_weights: Tensor | None = None,  # [columns], of the statistic mean_logprob
 ) -> None:
     """Fold `tile` into `state`; with `emit`, also write `out` (the tile must then hold the whole vocabulary).
 
@@ -121,19 +146,25 @@ def fold_tile(
     if use_triton(tile):
         from .tile_statistics_triton import fold_tile_triton
 
-        fold_tile_triton(tile, bias, target, state, transform, first_column=first_column, emit=emit, out=out)
-        return
-    for rows in row_slices(tile):
-        _fold_rows(
-            tile[rows],
-            bias,
-            target[rows],
-            state.narrow(rows.start, rows.stop - rows.start),
-            transform,
-            first_column,
-            emit,
-            None if out is None else out[rows],
-        )
+        fold_tile_triton(
+            tile, bias, target, state, transform, first_column=first_column, emit=emit, out=out,
+            column_weights=column_weights,
+        )  # fmt: skip
+    else:
+        for rows in row_slices(tile):
+            _fold_rows(
+                tile[rows],
+                bias,
+                target[rows],
+                state.narrow(rows.start, rows.stop - rows.start),
+                transform.rows(rows),
+                first_column,
+                emit,
+                None if out is None else out[rows],
+                column_weights,
+            )
+    if state.is_top1 is not None and state.argmax is not None:
+        torch.eq(state.argmax, target, out=state.is_top1)
 
 
 def row_slices(tile: Tensor) -> Iterator[slice]:
@@ -151,6 +182,7 @@ def _fold_rows(
     first_column: int,
     emit: Emit,
     out: Tensor | None,
+    column_weights: Tensor | None,
 ) -> None:
     z, slope = transform.apply(tile.to(state.max.dtype), bias)
     columns = torch.arange(first_column, first_column + tile.shape[1], device=tile.device)
@@ -170,9 +202,14 @@ def _fold_rows(
         state.sum_sq.mul_(rescale * rescale).add_((e * e).sum(-1))
     if state.sum_logits is not None:
         state.sum_logits.add_(z.sum(-1))
-    if state.max_before_target is not None:
-        before = z.masked_fill(columns >= target.unsqueeze(-1), -math.inf).amax(-1)
-        state.max_before_target.copy_(torch.maximum(state.max_before_target, before))
+    if state.sum_columns is not None:
+        assert column_weights is not None
+        # A column of weight 0 says nothing, be its logit -inf.
+        weights = column_weights.to(z.dtype)
+        state.sum_columns.add_(torch.where(weights == 0, torch.zeros_like(z), z * weights).sum(-1))
+    if state.argmax is not None:
+        # Ties go to the first column.
+        state.argmax.copy_(torch.where(z.amax(-1) > state.max, z.argmax(-1) + first_column, state.argmax))
     state.sum_exp.mul_(rescale).add_(e.sum(-1))
     state.max.copy_(highest)
     found = torch.where(is_target, z, torch.zeros_like(z)).sum(-1)

@@ -75,9 +75,9 @@ def logits_and_slope(
 
 @triton.jit
 def _row_sums(
-    row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
+    row_ptr, bias_ptr, column_weights_ptr, out_row, reference, readable, n_columns, scale, softcap, inv_t,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
-    MEAN: tl.constexpr, TOP1: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
+    MEAN: tl.constexpr, COLUMNS: tl.constexpr, ARGMAX: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Sums per lane, relative to `reference`: nothing crosses the program until the row has been read.
     highest = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -85,7 +85,8 @@ def _row_sums(
     weighted = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     logits = tl.zeros((BLOCK,), tl.float32)
-    before = tl.full((BLOCK,), -float("inf"), tl.float32)
+    columns = tl.zeros((BLOCK,), tl.float32)
+    best = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n_columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         z, slope = logits_and_slope(
@@ -98,6 +99,8 @@ def _row_sums(
         if EMIT == 2:
             tl.store(out_row + offsets, e.to(out_row.dtype.element_ty), mask=offsets < readable)
         total += e
+        if ARGMAX:
+            best = tl.where(z > highest, offsets, best)
         highest = tl.maximum(highest, z)
         if ENTROPY:
             weighted += tl.where(e > 0, e * below, 0.0)
@@ -105,15 +108,19 @@ def _row_sums(
             squares += e * e
         if MEAN:
             logits += tl.where(offsets < n_columns, z, 0.0)
-        if TOP1:
-            before = tl.maximum(before, tl.where(offsets < local, z, -float("inf")))
+        if COLUMNS:
+            weight = tl.load(column_weights_ptr + offsets, mask=offsets < n_columns, other=0.0).to(tl.float32)
+            columns += tl.where(weight == 0, 0.0, z * weight)
+    maximum = tl.max(highest, 0)
     return (
-        tl.max(highest, 0),
+        maximum,
         tl.sum(total, 0),
         tl.sum(weighted, 0),
         tl.sum(squares, 0),
         tl.sum(logits, 0),
-        tl.max(before, 0),
+        tl.sum(columns, 0),
+        # Ties go to the first column.
+        tl.min(tl.where(highest == maximum, best, n_columns), 0),
     )
 
 
@@ -122,7 +129,7 @@ def _row_sums(
     do_not_specialize=["tile_stride", "out_stride", "first_column", "n_columns"],
     do_not_specialize_on_alignment=[
         "bias_ptr", "target_ptr", "max_ptr", "sum_exp_ptr", "target_logit_ptr", "weighted_ptr", "sum_sq_ptr",
-        "sum_logits_ptr", "max_before_ptr", "gradient_scale_ptr",
+        "sum_logits_ptr", "sum_columns_ptr", "argmax_ptr", "gradient_scale_ptr", "column_weights_ptr", "inv_t_ptr",
     ],
 )  # fmt: skip
 def _fold_kernel(
@@ -138,20 +145,25 @@ def _fold_kernel(
     weighted_ptr,
     sum_sq_ptr,
     sum_logits_ptr,
-    max_before_ptr,
+    sum_columns_ptr,
+    argmax_ptr,
     gradient_scale_ptr,
+    column_weights_ptr,
     first_column,
     n_columns,
     scale,
     softcap,
     inv_t,
+    inv_t_ptr,
     ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     SUM_SQ: tl.constexpr,
     MEAN: tl.constexpr,
-    TOP1: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
     EMIT: tl.constexpr,
     NORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -161,6 +173,8 @@ def _fold_kernel(
     softcap = tl.cast(softcap, tl.float32)
     inv_t = tl.cast(inv_t, tl.float32)
     row = tl.program_id(0).to(tl.int64)
+    if ROW_TEMPERATURE:
+        inv_t = tl.load(inv_t_ptr + row)
     row_ptr = row_start(tile_ptr, row, tile_stride, ALIGNED)
     readable = readable_columns(n_columns, ALIGNED)
     # 64-bit targets clamped to this tile: -1 before it, n_columns after it. Comparisons below are 32-bit.
@@ -175,15 +189,15 @@ def _fold_kernel(
     # What is written is relative to `reference` too. fp16 has no room for that: there the row is written by a second
     # visit, relative to its lse.
     EARLY: tl.constexpr = 0 if NORMALISE else EMIT
-    highest, total, weighted, squares, logits, before = _row_sums(
-        row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
-        HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, EARLY, BLOCK,
+    highest, total, weighted, squares, logits, columns, best = _row_sums(
+        row_ptr, bias_ptr, column_weights_ptr, out_row, reference, readable, n_columns, scale, softcap, inv_t,
+        HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, COLUMNS, ARGMAX, EARLY, BLOCK,
     )  # fmt: skip
     if (highest - reference > _HEADROOM) | (highest < reference):
         reference = finite(highest)
-        highest, total, weighted, squares, logits, before = _row_sums(
-            row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
-            HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, TOP1, EARLY, BLOCK,
+        highest, total, weighted, squares, logits, columns, best = _row_sums(
+            row_ptr, bias_ptr, column_weights_ptr, out_row, reference, readable, n_columns, scale, softcap, inv_t,
+            HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_SQ, MEAN, COLUMNS, ARGMAX, EARLY, BLOCK,
         )  # fmt: skip
 
     old_max = tl.load(max_ptr + row)
@@ -204,8 +218,10 @@ def _fold_kernel(
         tl.store(sum_sq_ptr + row, old + squares * rescale * rescale)
     if MEAN:
         tl.store(sum_logits_ptr + row, tl.load(sum_logits_ptr + row) + logits)
-    if TOP1:
-        tl.store(max_before_ptr + row, tl.maximum(tl.load(max_before_ptr + row), before))
+    if COLUMNS:
+        tl.store(sum_columns_ptr + row, tl.load(sum_columns_ptr + row) + columns)
+    if ARGMAX:
+        tl.store(argmax_ptr + row, best.to(tl.int64) + first_column, mask=highest > old_max)
     one = tl.minimum(tl.maximum(local, 0), n_columns - 1) + tl.arange(0, 1)
     found, found_slope = logits_and_slope(
         row_ptr, bias_ptr, one, n_columns, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
@@ -218,8 +234,8 @@ def _fold_kernel(
         if NORMALISE:
             reference += tl.log(total)
             _row_sums(
-                row_ptr, bias_ptr, out_row, reference, local, readable, n_columns, scale, softcap, inv_t,
-                HAS_BIAS, HAS_SOFTCAP, False, False, False, False, EMIT, BLOCK,
+                row_ptr, bias_ptr, column_weights_ptr, out_row, reference, readable, n_columns, scale, softcap, inv_t,
+                HAS_BIAS, HAS_SOFTCAP, False, False, False, False, False, EMIT, BLOCK,
             )  # fmt: skip
             total = 1.0
         if EMIT == 1:
@@ -243,6 +259,12 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
+def temperature_arguments(transform: LogitTransform, unused: Tensor) -> tuple[float, Tensor]:
+    """`inv_t, inv_t_ptr`: one inverse temperature, or one per row."""
+    inverse = transform.inverse_temperature
+    return (1.0, inverse.to(torch.float32)) if isinstance(inverse, Tensor) else (inverse, unused)
+
+
 def fold_tile_triton(
     tile: Tensor,
     bias: Tensor | None,
@@ -253,6 +275,7 @@ def fold_tile_triton(
     first_column: int,
     emit: Emit,
     out: Tensor | None,
+    column_weights: Tensor | None,
 ) -> None:
     unused = state.max
     written = tile if out is None else out
@@ -270,20 +293,24 @@ def fold_tile_triton(
             unused if state.weighted is None else state.weighted,
             unused if state.sum_sq is None else state.sum_sq,
             unused if state.sum_logits is None else state.sum_logits,
-            unused if state.max_before_target is None else state.max_before_target,
+            unused if state.sum_columns is None else state.sum_columns,
+            unused if state.argmax is None else state.argmax,
             state.gradient_scale,
+            unused if column_weights is None else column_weights,
             first_column,
             tile.shape[1],
             transform.scale,
             transform.softcap or 1.0,
-            transform.inverse_temperature,
+            *temperature_arguments(transform, unused),
             ALIGNED=aligned(tile, written),
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=transform.softcap is not None,
             ENTROPY=state.weighted is not None,
             SUM_SQ=state.sum_sq is not None,
             MEAN=state.sum_logits is not None,
-            TOP1=state.max_before_target is not None,
+            COLUMNS=state.sum_columns is not None,
+            ARGMAX=state.argmax is not None,
+            ROW_TEMPERATURE=isinstance(transform.temperature, Tensor),
             EMIT=int(emit),
             NORMALISE=written.dtype == torch.float16,
             BLOCK=_BLOCK if tile.is_cuda else 128,

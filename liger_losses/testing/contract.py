@@ -206,10 +206,10 @@ def _check_coupling(loss: Loss, units: _Units, totals: Tensors) -> None:
         value, _ = loss({**statistics, **leaves}, units.mask, units.inputs, totals)
         return gradients_of(value, list(leaves.values()))
 
-    changed = {
-        name: torch.where(moved & units.mask, ~value if value.dtype == torch.bool else 0.7 * value - 0.9, value)
-        for name, value in units.statistics.items()
-    }
+    def other(value: Tensor) -> Tensor:
+        return 0.7 * value - 0.9 if value.is_floating_point() else (value == 0).to(value.dtype)
+
+    changed = {name: torch.where(moved & units.mask, other(value), value) for name, value in units.statistics.items()}
     for name, before, after in zip(names, gradients(units.statistics), gradients(changed), strict=True):
         if not _equal(before[~moved], after[~moved]):
             raise AssertionError(

@@ -16,7 +16,8 @@ from ..chunked import Loss
 from ..chunked.loss import prepared_inputs
 
 IGNORE = -100
-STATISTICS = ("logprob", "entropy", "lse", "mean_logit", "is_top1", "log_sum_sq_prob")
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logprob")
+STATISTICS = (*DIFFERENTIABLE, "mean_logit", "argmax", "is_top1", "log_sum_sq_prob")
 
 # What may happen to logits after the projection, with numbers at which each part shows.
 TRANSFORMS: dict[str, dict[str, Any]] = {
@@ -128,42 +129,55 @@ def make_case(
     return Case(hidden, weight, shift, target.to(device), options)
 
 
-def unfused(case: Case, names: Sequence[str] = STATISTICS, *, reordered: bool = False) -> dict[str, Tensor]:
+def unfused(case: Case, names: Sequence[str] = STATISTICS, *, off_by: torch.dtype | None = None) -> dict[str, Tensor]:
     """Statistics of whole logits, in plain torch and the dtype of the products; zero where not scored.
 
-    `reordered` adds up hidden units and classes in the opposite order: another rounding of the same numbers.
+    With `off_by`, each is off, one way or the other, by the rounding that `check_close` grants a statistic of that
+    dtype: what a loss makes of it is how far its value may be off, too.
     """
     kind = case.compute
-    hidden, weight = case.hidden.to(kind), case.weight.to(kind)
-    if reordered:
-        hidden, weight = hidden.flip(-1), weight.flip(0, 1)
-    z = hidden @ weight.T
-    mask = case.mask
-    target = case.target.masked_fill(~mask, 0)
+    z = case.hidden.to(kind) @ case.weight.to(kind).T
     if case.bias is not None:
-        z = z + (case.bias.flip(0) if reordered else case.bias).to(kind)
+        z = z + case.bias.to(kind)
     z = transformed(z, **case.options)
-    values = read_statistics(z, z.shape[-1] - 1 - target if reordered else target)
+    mask = case.mask
+    values = read_statistics(z, case.target.masked_fill(~mask, 0), case.options.get("column_weights"))
+    if off_by is not None:
+        size = rounding_of(off_by, case.terms) * max(largest(values[name]) for name in DIFFERENTIABLE)
+        generator = torch.Generator().manual_seed(0)
+        for name, value in values.items():
+            if value.is_floating_point():
+                signs = 2 * torch.randint(0, 2, value.shape, generator=generator) - 1
+                values[name] = value + size * signs.to(value)
     return {name: torch.where(mask, values[name], torch.zeros_like(values[name])) for name in names}
 
 
 def transformed(
-    z: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, temperature: float = 1.0
+    z: Tensor,
+    *,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    column_weights: Tensor | None = None,
 ) -> Tensor:
     """Scale first, then softcap, then temperature."""
+    temperature = temperature.to(z.dtype).unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     z = z if logit_scale is None else z * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     return z / temperature
 
 
-def read_statistics(z: Tensor, target: Tensor) -> dict[str, Tensor]:
+def read_statistics(z: Tensor, target: Tensor, column_weights: Tensor | None = None) -> dict[str, Tensor]:
     """Every statistic of whole logits `[*, V]`, in their dtype."""
     log_p = torch.nn.functional.log_softmax(z, -1)
+    weighted = log_p if column_weights is None else log_p * column_weights.to(z.dtype)
     return {
         "logprob": log_p.gather(-1, target.long().unsqueeze(-1)).squeeze(-1),
         "entropy": -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(-1),
         "lse": z.logsumexp(-1),
+        "mean_logprob": weighted.mean(-1),
         "mean_logit": z.mean(-1).detach(),
+        "argmax": z.argmax(-1),
         "is_top1": z.argmax(-1) == target,
         "log_sum_sq_prob": (2 * log_p).logsumexp(-1).detach(),
     }
@@ -171,6 +185,12 @@ def read_statistics(z: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 def largest(tensor: Tensor) -> float:
     return tensor.detach().double().abs().max().item() if tensor.numel() else 0.0
+
+
+def rounding_of(dtype: torch.dtype, terms: int) -> float:
+    """Of a sum of up to `terms` terms, relative: added in fp32 (fp64), in any order, then rounded to `dtype`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.finfo(dtype).eps + terms**0.5 * torch.finfo(wide).eps
 
 
 def check_close(
@@ -186,9 +206,7 @@ def check_close(
     exact = exact.detach().double()
     size = max(largest(exact), scale)
     error, naive_error = largest(got.detach().double() - exact), largest(naive.detach().double() - exact)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rounding = torch.finfo(dtype).eps + terms**0.5 * torch.finfo(wide).eps
-    bound = 2 * naive_error + rounding * size
+    bound = 2 * naive_error + rounding_of(dtype, terms) * size
     # `error` may be NaN, which is not <= anything.
     if not error <= bound:
         raise AssertionError(
@@ -197,10 +215,10 @@ def check_close(
 
 
 def unfused_loss(
-    loss: Loss, case: Case, inputs: Mapping[str, Tensor], *, reordered: bool = False
+    loss: Loss, case: Case, inputs: Mapping[str, Tensor], *, off_by: torch.dtype | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The same loss object on the statistics of whole logits."""
-    statistics = unfused(case, loss.statistics, reordered=reordered)
+    statistics = unfused(case, loss.statistics, off_by=off_by)
     prepared = prepared_inputs(loss, case.mask, inputs)
     return loss(statistics, case.mask, prepared, loss.totals(case.mask, prepared))
 
@@ -214,33 +232,37 @@ def check_loss(got: tuple[Tensor, Mapping[str, Tensor]], loss: Loss, case: Case,
     wide, rounded = case.wide, case.rounded()
     if value.dtype != wide:
         raise AssertionError(f"loss: got dtype {value.dtype}, expected {wide}")
-    # fp64 has nothing wider to be compared with: there the error of the plain computation is that of another order.
-    again = wide == torch.float64
     exact, exact_metrics = unfused_loss(loss, rounded.to(torch.float64), inputs)
-    naive, naive_metrics = unfused_loss(loss, rounded.to(wide), inputs, reordered=again)
+    naive, naive_metrics = unfused_loss(loss, rounded.to(wide), inputs)
+    # What the loss makes of statistics that are off by a rounding, which a lucky plain computation may not show.
+    off, off_metrics = unfused_loss(loss, rounded.to(torch.float64), inputs, off_by=wide)
     size = float(case.mask.sum().clamp_min(1))  # of a sum over tokens of terms of order one
-    check_close(value, exact, naive, wide, terms=case.terms, scale=size, what="loss")
+    check_close(value, exact, _further(exact, naive, off), wide, terms=case.terms, scale=size, what="loss")
     if set(metrics) != set(exact_metrics):
         raise AssertionError(f"metrics: got {sorted(metrics)}, expected {sorted(exact_metrics)}")
     for name, metric in metrics.items():
-        check_close(
-            metric, exact_metrics[name], naive_metrics[name], wide, terms=case.terms, scale=size, what=f"metric {name}"
-        )
+        want = exact_metrics[name]
+        other = _further(want, naive_metrics[name], off_metrics[name])
+        check_close(metric, want, other, wide, terms=case.terms, scale=size, what=f"metric {name}")
     if not case.leaves:
         return
 
-    def gradients(of: Case, *, reordered: bool = False) -> list[Tensor]:
-        return gradients_of(2.5 * unfused_loss(loss, of, inputs, reordered=reordered)[0], of.leaves)
+    def gradients(of: Case, off_by: torch.dtype | None = None) -> list[Tensor]:
+        return gradients_of(2.5 * unfused_loss(loss, of, inputs, off_by=off_by)[0], of.leaves)
 
     found = gradients_of(2.5 * value, case.leaves)
-    exact_gradients, naive_gradients = (
-        gradients(case.to(torch.float64)),
-        gradients(case.to(case.compute), reordered=again),
-    )
-    for name, gradient, want, other in zip(case.trained, found, exact_gradients, naive_gradients, strict=True):
-        if gradient.dtype != case.trained[name].dtype:
-            raise AssertionError(f"gradient of {name}: got dtype {gradient.dtype}, expected {case.trained[name].dtype}")
+    wanted, plain = gradients(case.to(torch.float64)), gradients(case.to(case.compute))
+    rough = gradients(case.to(torch.float64), wide)
+    for (name, leaf), gradient, want, *others in zip(case.trained.items(), found, wanted, plain, rough, strict=True):
+        if gradient.dtype != leaf.dtype:
+            raise AssertionError(f"gradient of {name}: got dtype {gradient.dtype}, expected {leaf.dtype}")
+        other = _further(want, *others)
         check_close(gradient, want, other, case.compute, terms=case.terms, what=f"gradient of {name}")
+
+
+def _further(exact: Tensor, *others: Tensor) -> Tensor:
+    """Which of `others` is further from `exact`."""
+    return max(others, key=lambda other: largest(other.detach().double() - exact.detach().double()))
 
 
 def gradients_of(value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:

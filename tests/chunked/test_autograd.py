@@ -18,12 +18,12 @@ CALLS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cached": ("cached", ("logprob",)),
     "recompute": ("recompute", ("logprob",)),
     "recompute entropy": ("recompute", ("logprob", "entropy")),
-    "recompute all": ("recompute", ("logprob", "entropy", "lse", "mean_logit")),
+    "recompute all": ("recompute", ("logprob", "entropy", "lse", "mean_logprob", "mean_logit")),
     "auto": ("auto", ("logprob",)),
 }
 LOSSES = {
     "immediate": ToyLoss("pair"),
-    "immediate several": ToyLoss("pair", ("logprob", "entropy", "lse")),
+    "immediate several": ToyLoss("pair", ("logprob", "entropy", "lse", "mean_logprob")),
     "immediate token": ToyLoss("token", ("entropy",)),
     "cached": ToyLoss("batch"),
     "recompute": ToyLoss("sequence", ("lse", "logprob")),
@@ -166,9 +166,11 @@ def operator_arguments(case: Case, names: str, grads: str, strategy: str, index:
     flat = case.target.reshape(-1)
     positions = (flat != -100).nonzero().squeeze(1) if index else None
     counts = (case.target != -100).sum(-1).tolist() if index else None
+    temperature = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64) if "entropy" in names else None
+    weights = torch.linspace(0, 2, case.weight.shape[0], dtype=torch.float64) if "mean_logprob" in names else None
     return (
         case.hidden.detach().reshape(-1, case.hidden.shape[-1]).requires_grad_(case.hidden.requires_grad), case.weight,
-        case.bias, case.target, positions, counts, names, grads, -100, 1.2, 5.0, 0.9, torch.float64, torch.float64,
+        case.bias, case.target, positions, counts, temperature, weights, None, names, grads, -100, 1.2, 5.0, 0.9, torch.float64, torch.float64,
         strategy, None, *(bool(t is not None and t.requires_grad) for t in (case.hidden, case.weight, case.bias)),
     )  # fmt: skip
 
@@ -179,7 +181,7 @@ def operator_arguments(case: Case, names: str, grads: str, strategy: str, index:
     [
         ("cached", "logprob,mean_logit,is_top1", ("hidden", "weight", "bias")),
         ("cached", "logprob", ("weight",)),
-        ("recompute", "logprob,entropy,lse", ("hidden", "weight", "bias")),
+        ("recompute", "logprob,entropy,lse,mean_logprob", ("hidden", "weight", "bias")),
         ("recompute", "entropy,log_sum_sq_prob", ("hidden", "bias")),
         ("frozen", "logprob", ("hidden",)),
     ],
@@ -191,7 +193,9 @@ def test_opcheck(strategy: str, names: str, trainable: tuple[str, ...], index: b
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["eager", "traced"])
-@pytest.mark.parametrize(("strategy", "names"), [("cached", "logprob"), ("recompute", "logprob,entropy,lse")])
+@pytest.mark.parametrize(
+    ("strategy", "names"), [("cached", "logprob"), ("recompute", "logprob,entropy,lse,mean_logprob")]
+)
 def test_opcheck_of_the_backward(strategy: str, names: str, index: bool) -> None:
     case = make_case(2, 3, 4, 9)
     arguments = [
@@ -199,7 +203,7 @@ def test_opcheck_of_the_backward(strategy: str, names: str, index: bool) -> None
     ]
     outputs = token_statistics(*arguments)
     count = len(names.split(","))
-    sent = [torch.randn_like(output) for output in outputs[:count]] + [None] * (3 - count)
+    sent = [torch.randn_like(output) for output in outputs[:count]] + [None] * (4 - count)
     entropy = outputs[1] if count > 1 else None
     torch.library.opcheck(token_statistics_backward, (*sent, entropy, *outputs[count:], *arguments))
 

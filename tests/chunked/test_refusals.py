@@ -71,6 +71,17 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": -1.0}, ValueError, "temperature: got -1.0"),
     ({"temperature": NAN}, ValueError, "temperature: got nan"),
     ({"temperature": float("inf")}, ValueError, "temperature: got inf"),
+    ({"temperature": torch.ones(4)}, ValueError, "temperature: got shape (4,), expected (4, 5)"),
+    ({"temperature": torch.ones(4, 5).long()}, TypeError, "temperature: got torch.int64, expected a floating-point"),
+    ({"temperature": torch.zeros(4, 5)}, ValueError, "temperature: got 0.0, expected finite numbers > 0"),
+    ({"temperature": torch.ones(4, 5).requires_grad_()}, ValueError, "temperature: got a tensor that requires a grad"),
+    ({"column_weights": torch.ones(20)}, ValueError, "column_weights: got a tensor, expected None: mean_logprob is not"),
+    ({"column_weights": torch.ones(19)}, ValueError, "column_weights: got shape (19,), expected (20,)"),
+    ({"column_weights": [1.0]}, TypeError, "column_weights: got list, expected a floating-point tensor"),
+    ({"positives": [[1]]}, TypeError, "positives: got list, expected a torch.Tensor"),
+    ({"positives": torch.ones(4, 5, 2)}, TypeError, "positives: got dtype torch.float32, expected an integer dtype"),
+    ({"positives": TARGET}, ValueError, "positives: got shape (4, 5), expected (4, 5, 'labels a token')"),
+    ({"positives": torch.full((4, 5, 2), 20)}, ValueError, "positives: got 20, expected labels in [0, 20) or ignore_"),
     ({"softcap": 0.0}, ValueError, "softcap: got 0.0, expected a finite number > 0"),
     ({"softcap": -3.0}, ValueError, "softcap: got -3.0"),
     ({"logit_scale": NAN}, ValueError, "logit_scale: got nan, expected a finite number"),
@@ -107,6 +118,11 @@ def test_refused_by_both(call: Callable[..., Any], change: dict, error: type[Exc
         ({"statistics": "logprob"}, TypeError, "statistics: got 'logprob', expected a non-empty tuple of names"),
         ({"statistics": ("logprob",), "differentiable": ("entropy",)}, ValueError, "differentiable: got ['entropy']"),
         ({"statistics": ("is_top1",), "differentiable": ("is_top1",)}, ValueError, "differentiable: got unknown"),
+        (
+            {"statistics": ("lse",), "positives": torch.ones(4, 5, 2).long()},
+            ValueError,
+            "positives: got a tensor, but lab",
+        ),
         ({"strategy": "immediate"}, ValueError, "strategy: got 'immediate', which is for fused_linear_loss"),
         ({"statistics": ("entropy",), "strategy": "cached"}, ValueError, "strategy: got 'cached' for a loss that"),
     ],
@@ -178,6 +194,18 @@ def test_refused_by_fused_linear_loss(loss: Any, options: dict, error: type[Exce
         fused_linear_loss(loss, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("argmax", TypeError, "token_statistics: got 'argmax', expected a non-empty tuple of names"),
+        (("perplexity",), ValueError, "token_statistics: got unknown ['perplexity'], expected names"),
+    ],
+)
+def test_refused_token_statistics(names: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        fused_linear_loss(ToyLoss(), *CASE.head, token_statistics=names)
+
+
 def test_x03_an_odd_number_of_rows_for_pairs() -> None:
     with pytest.raises(ValueError, match=r"hidden: got 3 rows for a loss over units of 2, expected a multiple of 2"):
         fused_linear_loss(ToyLoss(), HIDDEN[:3], WEIGHT, TARGET[:3], BIAS)
@@ -198,7 +226,7 @@ def test_every_option_of_the_two_calls_is_tested_here() -> None:
     import inspect
 
     tested = {name for change, _, _ in COMMON for name in change}
-    tested |= {"loss", "inputs", "max_units", "statistics", "differentiable", "ignore_index"}
+    tested |= {"loss", "inputs", "max_units", "statistics", "differentiable", "ignore_index", "token_statistics"}
     for call in (api.linear_logprobs, api.fused_linear_loss):
         assert set(inspect.signature(call).parameters) <= tested
 

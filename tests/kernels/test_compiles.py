@@ -22,7 +22,12 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from liger_losses.kernels import scaled_cast_triton, tile_gradient_triton, tile_statistics_triton  # noqa: E402
+from liger_losses.kernels import (  # noqa: E402
+    bernoulli_tile_triton,
+    scaled_cast_triton,
+    tile_gradient_triton,
+    tile_statistics_triton,
+)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TYPES = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int64: "*i64"}
@@ -89,7 +94,7 @@ def rows(dtype: torch.dtype, *, aligned: bool) -> Tensor:
     return torch.zeros(ROWS, COLUMNS + (0 if aligned else 1), dtype=dtype)[:, :COLUMNS]
 
 
-TARGET, VECTOR = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
+TARGET, VECTOR, COLUMN = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS), torch.zeros(COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +119,9 @@ def test_statistics_kernel(
     launch = compiler(tile_statistics_triton, "_fold_kernel")
     tile_statistics_triton.fold_tile_triton(
         rows(tile, aligned=aligned), None if bias is None else torch.zeros(COLUMNS, dtype=bias), TARGET,
-        RowState(ROWS, names, device=torch.device("cpu"), dtype=F32), LogitTransform(softcap=softcap), first_column=0,
-        emit=emit, out=rows(out, aligned=aligned) if emit else None,
+        RowState(ROWS, names, device=torch.device("cpu"), dtype=F32, column_weights=bias is not None),
+        LogitTransform(softcap=softcap, temperature=1.0 if softcap is None else VECTOR), first_column=0,
+        emit=emit, out=rows(out, aligned=aligned) if emit else None, column_weights=None if bias is None else COLUMN,
     )  # fmt: skip
     assert launch.assembly
     if aligned:
@@ -144,13 +150,44 @@ def test_gradient_kernel(
     held = rows(tile, aligned=aligned)
     more = VECTOR if several else None
     tile_gradient_triton.tile_gradient_triton(
-        held, torch.zeros(COLUMNS), TARGET, VECTOR, VECTOR, more, VECTOR, more, more, LogitTransform(softcap=softcap),
+        held, COLUMN, TARGET, VECTOR, VECTOR, more, VECTOR, more, more, more, COLUMN if several else None,
+        LogitTransform(softcap=softcap, temperature=1.0 if softcap is None else VECTOR),
         held if tile == out else rows(out, aligned=aligned), 0, VECTOR if from_probability else None,
     )  # fmt: skip
     assert launch.assembly
     if aligned:
         assert launch.vector("ld") >= launch.best(tile)
         assert launch.vector("st") == launch.best(out)
+    assert not launch.atomics()
+
+
+@pytest.mark.parametrize(
+    ("tile", "out", "aligned", "softcap"),
+    [
+        (F32, BF16, True, None),
+        (F32, F32, True, 5.0),
+        (BF16, BF16, True, 5.0),
+        (F16, F16, False, None),
+        (F32, None, True, 5.0),
+    ],
+    ids=str,
+)
+def test_bernoulli_kernel(
+    compiler: Callable[[Any, str], Launch], tile: torch.dtype, out: torch.dtype | None, aligned: bool,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    launch = compiler(bernoulli_tile_triton, "_bernoulli_kernel")
+    held = rows(tile, aligned=aligned)
+    written = None if out is None else held if tile == out else rows(out, aligned=aligned)
+    bernoulli_tile_triton.bernoulli_tile_triton(
+        held, None if softcap is None else COLUMN, torch.zeros(ROWS, 3, dtype=torch.int64),
+        torch.zeros(ROWS, 3, dtype=tile), LogitTransform(softcap=softcap, temperature=1.0 if softcap is None else VECTOR),
+        VECTOR, written, None if softcap is None else VECTOR,
+    )  # fmt: skip
+    assert launch.assembly
+    if aligned:
+        assert launch.vector("ld") >= launch.best(tile)
+        assert out is None or launch.vector("st") == launch.best(out)
     assert not launch.atomics()
 
 

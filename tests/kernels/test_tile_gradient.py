@@ -11,9 +11,20 @@ from torch import Tensor
 from liger_losses.kernels import tile_gradient
 
 from ..oracle import DIFFERENTIABLE, TRANSFORMS, check_close, read_statistics, transformed
-from .test_tile_statistics import BF16, F16, F32, ROWS, VOCABS, as_transform, make_tile, rows_of
+from .test_tile_statistics import (
+    BF16,
+    F16,
+    F32,
+    ROWS,
+    VOCABS,
+    as_transform,
+    column_weights_of,
+    make_tile,
+    options_of,
+    rows_of,
+)  # fmt: skip
 
-COEFFICIENTS = ("logprob", "entropy", "lse")
+COEFFICIENTS = DIFFERENTIABLE
 
 
 def coefficients(device: str, rows: int = ROWS) -> dict[str, Tensor]:
@@ -28,34 +39,49 @@ def by_autograd(
     sent: dict[str, Tensor],
     options: dict[str, Any],
     kind: torch.dtype,
+    weights: Tensor | None = None,
 ) -> Tensor:
     raw = tile.detach().to(kind).requires_grad_()
     z = transformed(raw if bias is None else raw + bias.to(kind), **options)
-    values = read_statistics(z, target)
+    values = read_statistics(z, target, weights)
     return torch.autograd.grad(sum((values[name] * c.to(kind)).sum() for name, c in sent.items()), raw)[0]
 
 
 def arguments(
-    tile: Tensor, bias: Tensor | None, target: Tensor, sent: dict[str, Tensor], options: dict[str, Any]
+    tile: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    sent: dict[str, Tensor],
+    options: dict[str, Any],
+    weights: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Statistics as the forward walk hands them over: fp32."""
+    """Statistics as the forward walk hands them over: fp32. Of `mean_logprob`, what reaches lse and the logits."""
     raw = tile.double() if bias is None else tile.double() + bias.double()
     values = read_statistics(transformed(raw, **options), target)
     zero = torch.zeros(tile.shape[0], device=tile.device)
+    dlse, dlogit = sent.get("lse"), None
+    if "mean_logprob" in sent:
+        dlogit = sent["mean_logprob"] / tile.shape[1]
+        share = 1.0 if weights is None else weights.mean()
+        dlse = (zero if dlse is None else dlse) - sent["mean_logprob"] * share
     return {
-        **{name: values[name].float() for name in DIFFERENTIABLE},
-        **{f"d{name}": sent.get(name, zero if name == "logprob" else None) for name in DIFFERENTIABLE},
+        **{name: values[name].float() for name in ("logprob", "entropy", "lse")},
+        "dlogprob": sent.get("logprob", zero),
+        "dentropy": sent.get("entropy"),
+        "dlse": dlse,
+        "dlogit": dlogit,
+        "column_weights": weights,
         "transform": as_transform(options),
     }
 
 
-@pytest.mark.parametrize("names", [("logprob",), ("entropy",), ("lse",), COEFFICIENTS], ids=str)
-@pytest.mark.parametrize("transform", ["plain", "all"])
+@pytest.mark.parametrize("names", [*((name,) for name in COEFFICIENTS), COEFFICIENTS], ids=str)
+@pytest.mark.parametrize("transform", ["plain", "all", "rows"])
 @pytest.mark.parametrize(("dtype", "written"), [(F32, F32), (F32, BF16), (BF16, BF16), (F16, F16)], ids=str)
 def test_from_logits(
     device: str, dtype: torch.dtype, written: torch.dtype, transform: str, names: tuple[str, ...]
 ) -> None:
-    options, sent = TRANSFORMS[transform], {k: v for k, v in coefficients(device).items() if k in names}
+    options, sent = options_of(transform, device), {k: v for k, v in coefficients(device).items() if k in names}
     for vocab, aligned in ((VOCABS[device][-1], True), (257, False)):
         tile, bias, target = make_tile(vocab, dtype, device, aligned=aligned, bias=aligned)
         out = rows_of(ROWS, vocab, written, device, aligned=aligned, fill=float("nan"))
@@ -64,12 +90,12 @@ def test_from_logits(
         check_close(out, exact, naive, written, terms=vocab, scale=1.0, what=str(names))
 
 
-@pytest.mark.parametrize("names", [("entropy",), ("lse",), COEFFICIENTS], ids=str)
-@pytest.mark.parametrize("transform", ["plain", "all"])
+@pytest.mark.parametrize("names", [*((name,) for name in COEFFICIENTS[1:]), COEFFICIENTS], ids=str)
+@pytest.mark.parametrize("transform", ["plain", "all", "rows"])
 @pytest.mark.parametrize("written", [F32, BF16], ids=str)
 def test_from_probabilities_in_place(device: str, written: torch.dtype, transform: str, names: tuple[str, ...]) -> None:
     """The tile holds `p` up to a factor, rounded to its dtype: the rounded tile is the naive computation."""
-    options, sent = TRANSFORMS[transform], {k: v for k, v in coefficients(device).items() if k in names}
+    options, sent = options_of(transform, device), {k: v for k, v in coefficients(device).items() if k in names}
     tile, bias, target = make_tile(VOCABS[device][-1], F32, device)
     given = arguments(tile, bias, target, sent, options)
     exact = by_autograd(tile, bias, target, sent, options, torch.float64)
@@ -97,6 +123,14 @@ def test_zero_probabilities(device: str) -> None:
     held = tile.softmax(-1)
     tile_gradient(held, None, target, out=held, probability_scale=torch.ones(2, device=device), **given)
     torch.testing.assert_close(held, exact.float())
+
+
+def test_column_weights(device: str) -> None:
+    tile, bias, target = make_tile(257, F32, device)
+    sent, weights, out = coefficients(device), column_weights_of(257, device), torch.empty_like(tile)
+    tile_gradient(tile, bias, target, out=out, **arguments(tile, bias, target, sent, {}, weights))
+    exact, naive = (by_autograd(tile, bias, target, sent, {}, kind, weights) for kind in (torch.float64, F32))
+    check_close(out, exact, naive, F32, terms=257, scale=1.0)
 
 
 @pytest.mark.parametrize("step", [100, 128])

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_losses.kernels import STATISTICS, Emit, LogitTransform, RowState, fold_tile
 from liger_losses.kernels.dispatch import use_triton
 
-from ..oracle import TRANSFORMS, check_close, largest, read_statistics, transformed
+from ..oracle import EXACT, TRANSFORMS, check_close, largest, read_statistics, transformed
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROWS = 5
@@ -22,6 +22,19 @@ VOCABS = {"cpu": (64, 301), "cuda": (64, 257, 4097, 9001)}
 
 def as_transform(options: dict[str, Any]) -> LogitTransform:
     return LogitTransform(options.get("logit_scale", 1.0), options.get("softcap"), options.get("temperature", 1.0))
+
+
+def options_of(transform: str, device: str) -> dict[str, Any]:
+    """A transform of the oracle's, or "rows": all of it with a temperature for each row."""
+    if transform != "rows":
+        return TRANSFORMS[transform]
+    return {**TRANSFORMS["all"], "temperature": torch.tensor([0.5, 1.0, 0.7, 3.0, 1.3], device=device)}
+
+
+def column_weights_of(vocab: int, device: str) -> Tensor:
+    weights = torch.rand(vocab, generator=torch.Generator().manual_seed(1)).to(device)
+    weights[vocab // 3] = 0
+    return weights
 
 
 def rows_of(rows: int, columns: int, dtype: torch.dtype, device: str, *, aligned: bool, fill: float = 0.0) -> Tensor:
@@ -45,17 +58,19 @@ def make_tile(
 def fold(
     tile: Tensor, bias: Tensor | None, target: Tensor, names: tuple[str, ...] = STATISTICS, *,
     options: dict[str, Any] | None = None, emit: Emit = Emit.NOTHING, out: Tensor | None = None,
-    step: int | None = None,
+    step: int | None = None, column_weights: Tensor | None = None,
 ) -> RowState:  # fmt: skip
     """One visit of the whole vocabulary, or blocks of `step` columns."""
     kind = torch.float64 if tile.dtype == torch.float64 else F32
-    state = RowState(tile.shape[0], names, device=tile.device, dtype=kind)
+    weighted = column_weights is not None
+    state = RowState(tile.shape[0], names, device=tile.device, dtype=kind, column_weights=weighted)
     step = step or tile.shape[1]
     for start in range(0, tile.shape[1], step):
         block = slice(start, start + step)
         fold_tile(
             tile[:, block], None if bias is None else bias[block], target, state, as_transform(options or {}),
             first_column=start, emit=emit, out=out,
+            column_weights=None if column_weights is None else column_weights[block],
         )  # fmt: skip
     return state
 
@@ -65,13 +80,18 @@ def logits(tile: Tensor, bias: Tensor | None, options: dict[str, Any], dtype: to
     return transformed(raw if bias is None else raw + bias.to(dtype), **options)
 
 
-def check(state: RowState, tile: Tensor, bias: Tensor | None, target: Tensor, options: dict[str, Any]) -> None:
-    got = state.statistics(tile.shape[1])
-    exact, naive = (read_statistics(logits(tile, bias, options, kind), target) for kind in (torch.float64, F32))
+def check(
+    state: RowState, tile: Tensor, bias: Tensor | None, target: Tensor, options: dict[str, Any],
+    column_weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    got = state.statistics(tile.shape[1], column_weights)
+    exact, naive = (
+        read_statistics(logits(tile, bias, options, kind), target, column_weights) for kind in (torch.float64, F32)
+    )
     scale = largest(logits(tile, bias, options))
     assert tuple(got) == state.names
     for name, value in got.items():
-        if name == "is_top1":
+        if name in EXACT:
             assert torch.equal(value, exact[name])
         else:
             check_close(value, exact[name], naive[name], F32, terms=tile.shape[1], scale=scale, what=name)
@@ -79,11 +99,23 @@ def check(state: RowState, tile: Tensor, bias: Tensor | None, target: Tensor, op
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("transform", ["plain", "all"])
+@pytest.mark.parametrize("transform", ["plain", "all", "rows"])
 def test_every_statistic(device: str, dtype: torch.dtype, aligned: bool, transform: str) -> None:
     for vocab in VOCABS[device]:
         tile, bias, target = make_tile(vocab, dtype, device, aligned=aligned, bias=transform != "plain")
-        check(fold(tile, bias, target, options=TRANSFORMS[transform]), tile, bias, target, TRANSFORMS[transform])
+        options = options_of(transform, device)
+        check(fold(tile, bias, target, options=options), tile, bias, target, options)
+
+
+@pytest.mark.parametrize("step", [None, 100])
+def test_column_weights(device: str, step: int | None) -> None:
+    """A column of weight 0 says nothing, be its logit -inf."""
+    tile, bias, target = make_tile(257, F32, device)
+    weights = column_weights_of(257, device)
+    check(fold(tile, bias, target, step=step, column_weights=weights), tile, bias, target, {}, weights)
+    tile[:, 257 // 3] = -float("inf")
+    got = fold(tile, bias, target, ("mean_logprob",), step=step, column_weights=weights).statistics(257, weights)
+    assert torch.isfinite(got["mean_logprob"]).all()
 
 
 @pytest.mark.parametrize("names", [(), *((name,) for name in STATISTICS), ("lse", "entropy")], ids=str)
@@ -197,7 +229,7 @@ def test_extreme_rows(device: str, step: int | None) -> None:
     for row in range(8):
         scale = tile[row].masked_fill(tile[row].isinf(), 0).abs().max().item()
         for name, value in got.items():
-            if name == "is_top1" or (name == "mean_logit" and row >= 6):
+            if name in EXACT or (name in ("mean_logit", "mean_logprob") and row >= 6):
                 assert torch.equal(value[row], exact[name][row].to(value.dtype)), (name, row)
                 continue
             check_close(
@@ -252,6 +284,8 @@ def test_ties_go_to_the_first(device: str) -> None:
     tile[1:, 250] = 1.0
     target = torch.tensor([0, 100, 250, 5, 299, 99], device=device)
     for step in (None, 128, 100):
+        first = fold(tile, None, target, ("argmax",), step=step).statistics(300)["argmax"]
+        assert first.tolist() == [0, *[100] * 5]
         assert fold(tile, None, target, ("is_top1",), step=step).statistics(300)["is_top1"].tolist() == [
             True, True, False, False, False, False,
         ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""What shapes a call's logits and statistics beside the head: a temperature per token, column weights, labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import INVALID_POSITIVE, LogitTransform
+from .tokens import check_integer
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """What else, beside the head, shapes logits and statistics: none of it has a gradient."""
+
+    temperature: Tensor | None = None  # [R * T], in place of the transform's one number
+    column_weights: Tensor | None = None  # [V], of the statistic mean_logprob
+    positives: Tensor | None = None  # [R * T, P] labels of each token: the likelihood is a product of Bernoullis
+
+    def to(self, dtype: torch.dtype) -> HeadTensors:
+        temperature, weights = (None if t is None else t.to(dtype) for t in (self.temperature, self.column_weights))
+        return HeadTensors(temperature, weights, self.positives)
+
+
+def logit_coefficients(
+    dlse: Tensor | None, dmean_logprob: Tensor | None, vocab_size: int, column_weights: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`mean_logprob = (sum_v c_v z_v - C lse) / V` taken apart: `dL/dlse`, and `dL/dz_v` up to `c_v`."""
+    if dmean_logprob is None:
+        return dlse, None
+    dlogit = dmean_logprob / vocab_size
+    through_lse = -dmean_logprob if column_weights is None else dlogit * -column_weights.sum()
+    return through_lse if dlse is None else dlse + through_lse, dlogit
+
+
+def make_transform(logit_scale: float | None, softcap: float | None, temperature: float | Tensor) -> LogitTransform:
+    """What the numbers among the options say; a temperature per token comes as one of the `HeadTensors`."""
+    return LogitTransform(
+        1.0 if logit_scale is None else logit_scale, softcap, 1.0 if isinstance(temperature, Tensor) else temperature
+    )
+
+
+def check_head_tensors(
+    given: HeadTensors,  # as the caller has them
+    names: tuple[str, ...],  # of the statistics
+    shape: torch.Size,  # of the tokens
+    vocab_size: int,
+    device: torch.device,
+    ignore_index: int,
+) -> HeadTensors:
+    """The tensors of a call, checked, flat, on the head's device. Raises before any work, naming the argument."""
+    temperature, columns, positives = given.temperature, given.column_weights, given.positives
+    for name, tensor, expected in (
+        ("temperature", temperature, tuple(shape)),
+        ("column_weights", columns, (vocab_size,)),
+    ):
+        if tensor is not None:
+            _check_constant(name, tensor, expected)
+    if columns is not None and "mean_logprob" not in names:
+        raise ValueError(
+            f"column_weights: got a tensor, expected None: mean_logprob is not among the statistics {names}"
+        )
+    if temperature is not None:
+        temperature = temperature.reshape(-1).to(device)
+    if columns is not None:
+        columns = columns.to(device)
+    if positives is not None:
+        if tuple(names) != ("logprob",):
+            raise ValueError(
+                f"positives: got a tensor, but labels that exclude nothing have a logprob only, not {names}"
+            )
+        positives = _canonical_positives(positives, shape, vocab_size, device, ignore_index)
+    return HeadTensors(temperature, columns, positives)
+
+
+def _check_constant(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        seen = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires a gradient, expected a constant (detach it)")
+    if name == "temperature" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        # On an accelerator reading it would wait; there a bad temperature shows as NaN or infinity.
+        wrong = ~((tensor > 0) & torch.isfinite(tensor))
+        if bool(wrong.any()):
+            raise ValueError(f"temperature: got {tensor[wrong][0].item()}, expected finite numbers > 0")
+
+
+def _canonical_positives(
+    positives: Tensor, shape: torch.Size, vocab_size: int, device: torch.device, ignore_index: int
+) -> Tensor:
+    """`[N, P]`, every label once, -1 where there is none."""
+    if not isinstance(positives, Tensor):
+        raise TypeError(f"positives: got {type(positives).__name__}, expected a torch.Tensor")
+    check_integer("positives", positives)
+    if positives.shape[:-1] != shape:
+        raise ValueError(f"positives: got shape {tuple(positives.shape)}, expected {(*shape, 'labels a token')}")
+    absent = positives == ignore_index
+    wrong = ~absent & ((positives < 0) | (positives >= vocab_size))
+    if positives.device.type == "cpu" and not torch.compiler.is_compiling() and bool(wrong.any()):
+        raise ValueError(
+            f"positives: got {int(positives[wrong][0])}, expected labels in [0, {vocab_size}) or "
+            f"ignore_index={ignore_index}"
+        )
+    # On an accelerator a label out of range makes its token's log-probability NaN.
+    labels = positives.to(torch.int64).masked_fill(absent, -1).masked_fill(wrong, INVALID_POSITIVE)
+    labels = labels.reshape(-1, positives.shape[-1]).sort(-1).values
+    repeated = torch.zeros_like(labels, dtype=torch.bool)
+    repeated[:, 1:] = labels[:, 1:] == labels[:, :-1]
+    return labels.masked_fill(repeated & (labels >= 0), -1).to(device)
