@@ -13,26 +13,39 @@ from liger_losses._version import __version__
 
 if TYPE_CHECKING:
     from liger_losses import functional, losses
-    from liger_losses.chunked import fused_linear_loss, linear_logprobs
+    from liger_losses.chunked import fused_linear_loss, linear_logprobs, logit_statistics
     from liger_losses.chunked.planner import plan
-    from liger_losses.modules import LigerFusedLinearDPOLoss
+    from liger_losses.modules import (
+        LigerCrossEntropyLoss,
+        LigerFusedLinearBCELoss,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerFusedLinearDPOLoss,
+    )
 
 __all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearBCELoss",
+    "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "__version__",
     "functional",
     "fused_linear_loss",
     "linear_logprobs",
+    "logit_statistics",
     "losses",
     "plan",
 ]
 
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
+    "LigerCrossEntropyLoss": "liger_losses.modules",
+    "LigerFusedLinearBCELoss": "liger_losses.modules",
+    "LigerFusedLinearCrossEntropyLoss": "liger_losses.modules",
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
     "functional": None,
     "fused_linear_loss": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",
+    "logit_statistics": "liger_losses.chunked",
     "losses": None,
     "plan": "liger_losses.chunked.planner",
 }

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from .modules import LigerFusedLinearDPOLoss
+from .modules import (
+    LigerCrossEntropyLoss,
+    LigerFusedLinearBCELoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+)
 
 
 def _function(module: type[torch.nn.Module], name: str, order: str, weight: str = "lin_weight") -> Callable[..., Any]:
@@ -47,4 +52,23 @@ liger_fused_linear_dpo = _function(
     "liger_fused_linear_dpo",
     "_input weight target bias ref_input ref_weight ref_bias ignore_index beta compute_nll_loss compiled use_ref_model "
     "average_log_prob chunk_size loss_type label_smoothing discopop_tau alpha",
+)
+
+liger_fused_linear_cross_entropy = _function(
+    LigerFusedLinearCrossEntropyLoss,
+    "liger_fused_linear_cross_entropy",
+    "_input weight target bias ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss "
+    "accum_dtype use_token_scaling return_token_accuracy return_predicted_tokens",
+)
+
+liger_fused_linear_bce = _function(
+    LigerFusedLinearBCELoss, "liger_fused_linear_bce", "_input weight positives bias reduction ignore_index"
+)
+
+liger_cross_entropy = _function(
+    LigerCrossEntropyLoss,
+    "liger_cross_entropy",
+    "_input target weight ignore_index reduction label_smoothing lse_square_scale softcap return_z_loss "
+    "return_token_accuracy return_predicted_tokens",
+    weight="",
 )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from .cross_entropy import CrossEntropyLoss, cross_entropy_loss
+from .cross_entropy import BinaryCrossEntropyLoss, CrossEntropyLoss, cross_entropy_loss
 from .dpo import DPOLoss
 from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference import dpo_loss
 from .preference_types import LOSS_TYPES
+from .selection import TokenSelection
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
 
 __all__ = [
     "F_DIVERGENCES",
     "LOSS_TYPES",
+    "BinaryCrossEntropyLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "TokenSelection",
     "alignment_weights",
     "cross_entropy_loss",
     "dpo_loss",

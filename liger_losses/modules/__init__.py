@@ -6,6 +6,18 @@ modules share, in `base`.
 
 from __future__ import annotations
 
+from .cross_entropy import (
+    CrossEntropyOutput,
+    LigerCrossEntropyLoss,
+    LigerFusedLinearBCELoss,
+    LigerFusedLinearCrossEntropyLoss,
+)
 from .preference import LigerFusedLinearDPOLoss
 
-__all__ = ["LigerFusedLinearDPOLoss"]
+__all__ = [
+    "CrossEntropyOutput",
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearBCELoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOLoss",
+]
