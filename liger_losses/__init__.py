@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from liger_losses import functional, losses
     from liger_losses.chunked import fused_linear_loss, linear_logprobs
     from liger_losses.chunked.planner import plan
-    from liger_losses.modules import LigerFusedLinearDPOLoss
+    from liger_losses.modules import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
 
 __all__ = [
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
     "__version__",
     "functional",
     "fused_linear_loss",
@@ -30,6 +31,7 @@ __all__ = [
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
+    "LigerFusedLinearGRPOLoss": "liger_losses.modules",
     "functional": None,
     "fused_linear_loss": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .modules import LigerFusedLinearDPOLoss
+from .modules import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
 
 
 def _function(module: type[torch.nn.Module], name: str, order: str, weight: str = "lin_weight") -> Callable[..., Any]:
@@ -20,7 +20,7 @@ def _function(module: type[torch.nn.Module], name: str, order: str, weight: str 
     `order` names the leading positional arguments, of `forward` or of the constructor alike; every other argument of
     either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here.
     """
-    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))  # type: ignore[misc]
+    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))
     tensors = {"weight" if n == weight else n: p for n, p in call.items() if n != "self"}
     known = {**tensors, **{n: p for n, p in make.items() if n != "self"}}
     leading = order.split()
@@ -47,4 +47,13 @@ liger_fused_linear_dpo = _function(
     "liger_fused_linear_dpo",
     "_input weight target bias ref_input ref_weight ref_bias ignore_index beta compute_nll_loss compiled use_ref_model "
     "average_log_prob chunk_size loss_type label_smoothing discopop_tau alpha",
+)
+
+liger_fused_linear_grpo = _function(
+    LigerFusedLinearGRPOLoss,
+    "liger_fused_linear_grpo",
+    "_input weight selected_token_ids attention_mask advantages bias ref_per_token_logps old_per_token_logps ref_input "
+    "ref_weight ref_bias beta epsilon_low epsilon_high loss_type max_completion_length importance_sampling_level "
+    "sapo_temperature_pos sapo_temperature_neg temperature compiled use_ref_model chunk_size vllm_is_ratio delta "
+    "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
 )

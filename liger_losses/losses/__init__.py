@@ -5,6 +5,8 @@ from __future__ import annotations
 from .cross_entropy import CrossEntropyLoss, cross_entropy_loss
 from .dpo import DPOLoss
 from .f_divergence import F_DIVERGENCES, f_divergence_score
+from .policy import GRPOLoss, grpo_loss
+from .policy_types import POLICY_TYPES
 from .preference import dpo_loss
 from .preference_types import LOSS_TYPES
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
@@ -12,12 +14,15 @@ from .sequence import alignment_weights, length_desensitized_logprobs, sequence_
 __all__ = [
     "F_DIVERGENCES",
     "LOSS_TYPES",
+    "POLICY_TYPES",
     "CrossEntropyLoss",
     "DPOLoss",
+    "GRPOLoss",
     "alignment_weights",
     "cross_entropy_loss",
     "dpo_loss",
     "f_divergence_score",
+    "grpo_loss",
     "length_desensitized_logprobs",
     "sequence_lengths",
     "sequence_logprobs",

@@ -6,6 +6,7 @@ modules share, in `base`.
 
 from __future__ import annotations
 
+from .policy import LigerFusedLinearGRPOLoss
 from .preference import LigerFusedLinearDPOLoss
 
-__all__ = ["LigerFusedLinearDPOLoss"]
+__all__ = ["LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss"]
