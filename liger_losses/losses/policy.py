@@ -321,7 +321,8 @@ class GRPOLoss(PolicyOptions):
     def _check_inputs(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> None:
         rows, length = mask.shape
         per_token = (rows, length)
-        required, optional = {"advantages"}, set[str]()
+        required = {"advantages"}
+        optional: set[str] = set()
         if not self.on_policy:
             required.add("old_logprobs")
         if self.beta != 0:

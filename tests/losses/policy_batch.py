@@ -91,7 +91,7 @@ def evaluate(
 def trl_loss(loss: GRPOLoss, batch: Rollouts, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
     """`(loss, what TRL logs)` of TRL's own method; only what it reads from the trainer is supplied."""
     module = pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError)
-    trainer_class, options = module.GRPOTrainer, {}
+    trainer_class = module.GRPOTrainer
     if loss.loss_type == "gmpo":
         from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer as trainer_class
     if loss.loss_type == "rloo":
@@ -112,11 +112,18 @@ def trl_loss(loss: GRPOLoss, batch: Rollouts, inputs: dict[str, Tensor]) -> tupl
             delta=loss.delta,
             use_bias_correction_kl=loss.use_bias_correction_kl,
             steps_per_generation=1,
-            **{name: getattr(loss, name) for name in (
-                "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-                "vespo_lambda_neg",
-            )},
-        ),  # fmt: skip
+            **{
+                name: getattr(loss, name)
+                for name in (
+                    "sapo_temperature_pos",
+                    "sapo_temperature_neg",
+                    "vespo_k_pos",
+                    "vespo_lambda_pos",
+                    "vespo_k_neg",
+                    "vespo_lambda_neg",
+                )
+            },
+        ),
         loss_type=loss_type,
         importance_sampling_level=level,
         beta=loss.beta,
@@ -139,7 +146,6 @@ def trl_loss(loss: GRPOLoss, batch: Rollouts, inputs: dict[str, Tensor]) -> tupl
         get_gamma_weights=module.GRPOTrainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *a, **k: (statistics["logprob"], statistics["entropy"], None),
         _metrics={"train": defaultdict(list)},
-        **options,
     )
     trainer.get_high_entropy_mask = module.GRPOTrainer.get_high_entropy_mask.__get__(trainer)
     mask = batch.mask.long()
