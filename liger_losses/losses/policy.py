@@ -175,7 +175,7 @@ class GRPOLoss(PolicyOptions):
 
     def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Checked inputs, zero where not scored, and what each token's loss is divided by."""
-        self._check_inputs(mask, inputs)
+        self.check_inputs(tuple(mask.shape), inputs)
         clean = {name: _clean(name, value, mask) for name, value in inputs.items() if name != _COUNT}
         clean["advantages"] = _per_token(clean["advantages"], mask).masked_fill(~mask, 0)
         if _COUNT in inputs:
@@ -318,9 +318,9 @@ class GRPOLoss(PolicyOptions):
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         return torch.distributed.get_world_size() if parallel else 1
 
-    def _check_inputs(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> None:
-        rows, length = mask.shape
-        per_token = (rows, length)
+    def check_inputs(self, per_token: tuple[int, ...], inputs: Mapping[str, Tensor]) -> None:
+        """Raise unless `inputs` are those the options ask for, for a mask of shape `per_token` `[R, T]`."""
+        rows = per_token[0]
         required = {"advantages"}
         optional: set[str] = set()
         if not self.on_policy:

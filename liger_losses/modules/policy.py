@@ -15,6 +15,13 @@ from ..losses.policy_types import POLICY_TYPES
 from .base import CallOptions, Reference, fused_loss
 
 _IGNORE = -100
+# The loss's inputs, by what `forward` calls them.
+_NAMES = {
+    "old_logprobs": "old_per_token_logps",
+    "ref_logprobs": "ref_per_token_logps",
+    "sampling_logprobs": "sampling_per_token_logps",
+    "sampling_ratio": "vllm_is_ratio",
+}
 
 
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
@@ -171,7 +178,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         `returns` and `old_values` belong to `vf_coef`. See `GRPOLoss`.
         """
         target = _target(selected_token_ids, attention_mask, _input)
-        inputs: dict[str, Any] = {
+        given: dict[str, Any] = {
             "advantages": advantages,
             "old_logprobs": old_per_token_logps,
             "sampling_ratio": vllm_is_ratio,
@@ -181,10 +188,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             "old_values": old_values,
             "num_items_in_batch": None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch),
         }
+        inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
         loss = replace(self.loss, on_policy=old_per_token_logps is None)
         options = self.options
         if options.chunk_size > 1 and loss.separability == "token":  # whose units are tokens, not sequences
             options = replace(options, chunk_size=options.chunk_size * max(target.shape[1], 1))
+        _check_inputs(loss, tuple(target.shape), inputs)
         value, metrics = fused_loss(
             loss,
             options,
@@ -201,7 +210,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                 known_as="ref_logprobs",
             ),
             use_ref_model=self.use_ref_model,
-            inputs={name: tensor for name, tensor in inputs.items() if tensor is not None},
+            inputs=inputs,
         )
         if self._reports_kl and not self.use_ref_model:
             metrics["kl"] = torch.zeros_like(metrics["clip_ratio"])
@@ -211,6 +220,18 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.loss}, {self.options}"
+
+
+def _check_inputs(loss: GRPOLoss, shape: tuple[int, ...], inputs: dict[str, Tensor]) -> None:
+    """The loss's own check, before a reference is projected and under the names the caller used."""
+    reference = {"ref_logprobs": torch.empty(shape, device="meta")} if loss.beta != 0 else {}
+    try:
+        loss.check_inputs(shape, {**inputs, **reference})
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        for name, caller in _NAMES.items():
+            message = message.replace(name, caller)
+        raise type(error)(message) from None
 
 
 def _target(ids: Tensor, attention_mask: Tensor, hidden: Tensor) -> Tensor:

@@ -201,6 +201,30 @@ def test_step_tokens_are_shared_by_processes(count: Tensor | int) -> None:
     torch.testing.assert_close(shared, alone * batch.mask.sum() / 10)
 
 
+def test_step_tokens_are_shared_by_the_processes_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_rollouts()
+    arguments = (batch.statistics()["logprob"], batch.mask, batch.inputs["advantages"])
+    expected, _ = grpo_loss(*arguments, num_items_in_batch=40, num_processes=2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    torch.testing.assert_close(grpo_loss(*arguments, num_items_in_batch=40)[0], expected)
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_the_entropy_bonus_is_a_share_of_the_steps_mean(quantile: float) -> None:
+    batch = make_rollouts()
+    options = {"top_entropy_quantile": quantile, "entropy_coef": 0.3}
+    bonus = []
+    for more in ({}, {"num_items_in_batch": torch.tensor(46)}):
+        loss, without = GRPOLoss(**options), GRPOLoss(**{**options, "entropy_coef": 0.0})
+        inputs = batch.wanted(loss) | more
+        bonus.append(evaluate(without, batch, inputs)[0] - evaluate(loss, batch, inputs)[0])
+    entropy = batch.statistics()["entropy"]
+    kept = top_entropy_mask(entropy, batch.mask, quantile)
+    torch.testing.assert_close(bonus[0], 0.3 * entropy[kept].mean())
+    torch.testing.assert_close(bonus[1], bonus[0] * batch.mask.sum() / 46)
+
+
 def test_x02_advantages_of_rows_and_of_tokens() -> None:
     batch = make_rollouts()
     loss = GRPOLoss()
