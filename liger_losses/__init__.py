@@ -15,10 +15,22 @@ if TYPE_CHECKING:
     from liger_losses import functional, losses
     from liger_losses.chunked import fused_linear_loss, linear_logprobs
     from liger_losses.chunked.planner import plan
-    from liger_losses.modules import LigerFusedLinearDPOLoss
+    from liger_losses.modules import (
+        LigerFusedLinearAlphaPOLoss,
+        LigerFusedLinearCPOLoss,
+        LigerFusedLinearDPOLoss,
+        LigerFusedLinearORPOLoss,
+        LigerFusedLinearSimPOLoss,
+        LigerFusedLinearTPOLoss,
+    )
 
 __all__ = [
+    "LigerFusedLinearAlphaPOLoss",
+    "LigerFusedLinearCPOLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTPOLoss",
     "__version__",
     "functional",
     "fused_linear_loss",
@@ -29,7 +41,12 @@ __all__ = [
 
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
+    "LigerFusedLinearAlphaPOLoss": "liger_losses.modules",
+    "LigerFusedLinearCPOLoss": "liger_losses.modules",
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
+    "LigerFusedLinearORPOLoss": "liger_losses.modules",
+    "LigerFusedLinearSimPOLoss": "liger_losses.modules",
+    "LigerFusedLinearTPOLoss": "liger_losses.modules",
     "functional": None,
     "fused_linear_loss": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",

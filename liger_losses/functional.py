@@ -11,18 +11,29 @@ from typing import Any
 
 import torch
 
-from .modules import LigerFusedLinearDPOLoss
+from .modules import (
+    LigerFusedLinearAlphaPOLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTPOLoss,
+)
 
 
-def _function(module: type[torch.nn.Module], name: str, order: str, weight: str = "lin_weight") -> Callable[..., Any]:
+def _function(
+    module: type[torch.nn.Module], name: str, order: str, weight: str = "lin_weight", **defaults: Any
+) -> Callable[..., Any]:
     """`module(**options)(**tensors)` as one function of both.
 
     `order` names the leading positional arguments, of `forward` or of the constructor alike; every other argument of
-    either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here.
+    either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here. `defaults` are those
+    that differ from the module's.
     """
-    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))  # type: ignore[misc]
+    call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))
     tensors = {"weight" if n == weight else n: p for n, p in call.items() if n != "self"}
     known = {**tensors, **{n: p for n, p in make.items() if n != "self"}}
+    known |= {n: known[n].replace(default=value) for n, value in defaults.items()}
     leading = order.split()
     positional = [known[n].replace(name=n, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in leading]
     rest = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for n, p in known.items() if n not in leading]
@@ -33,7 +44,7 @@ def _function(module: type[torch.nn.Module], name: str, order: str, weight: str 
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}() {error}") from None
-        options = {n: value for n, value in given.items() if n not in tensors}
+        options = defaults | {n: value for n, value in given.items() if n not in tensors}
         return module(**options)(**{weight if n == "weight" else n: given[n] for n in tensors if n in given})
 
     function.__name__ = function.__qualname__ = name
@@ -47,4 +58,38 @@ liger_fused_linear_dpo = _function(
     "liger_fused_linear_dpo",
     "_input weight target bias ref_input ref_weight ref_bias ignore_index beta compute_nll_loss compiled use_ref_model "
     "average_log_prob chunk_size loss_type label_smoothing discopop_tau alpha",
+)
+
+liger_fused_linear_orpo = _function(
+    LigerFusedLinearORPOLoss,
+    "liger_fused_linear_orpo",
+    "_input weight target bias ignore_index beta compute_nll_loss nll_target compiled chunk_size",
+)
+
+liger_fused_linear_cpo = _function(
+    LigerFusedLinearCPOLoss,
+    "liger_fused_linear_cpo",
+    "_input weight target bias ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob "
+    "chunk_size",
+)
+
+# liger-kernel's function, unlike its module, does not add NLL by default.
+liger_fused_linear_simpo = _function(
+    LigerFusedLinearSimPOLoss,
+    "liger_fused_linear_simpo",
+    "_input weight target bias ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+    compute_nll_loss=False,
+)
+
+liger_fused_linear_alphapo = _function(
+    LigerFusedLinearAlphaPOLoss,
+    "liger_fused_linear_alphapo",
+    "_input weight target bias ignore_index beta reward_alpha alpha label_smoothing compute_nll_loss compiled gamma "
+    "chunk_size",
+)
+
+liger_fused_linear_tpo = _function(
+    LigerFusedLinearTPOLoss,
+    "liger_fused_linear_tpo",
+    "_input weight target bias ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
 )

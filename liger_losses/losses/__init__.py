@@ -7,18 +7,23 @@ from .dpo import DPOLoss
 from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference import dpo_loss
 from .preference_types import LOSS_TYPES
+from .reference_free import REFERENCE_FREE_TYPES, ReferenceFreeLoss, log_odds, reference_free_loss
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
 
 __all__ = [
     "F_DIVERGENCES",
     "LOSS_TYPES",
+    "REFERENCE_FREE_TYPES",
     "CrossEntropyLoss",
     "DPOLoss",
+    "ReferenceFreeLoss",
     "alignment_weights",
     "cross_entropy_loss",
     "dpo_loss",
     "f_divergence_score",
     "length_desensitized_logprobs",
+    "log_odds",
+    "reference_free_loss",
     "sequence_lengths",
     "sequence_logprobs",
 ]

@@ -6,6 +6,20 @@ modules share, in `base`.
 
 from __future__ import annotations
 
+from .odds_ratio import LigerFusedLinearORPOLoss
 from .preference import LigerFusedLinearDPOLoss
+from .reference_free import (
+    LigerFusedLinearAlphaPOLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTPOLoss,
+)
 
-__all__ = ["LigerFusedLinearDPOLoss"]
+__all__ = [
+    "LigerFusedLinearAlphaPOLoss",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTPOLoss",
+]
