@@ -5,7 +5,7 @@ family is a choice of each: log-probabilities summed or averaged over tokens, a 
 `REFERENCE_FREE_TYPES`, and the response whose NLL is added.
 
 Notation of a pair: `c`, `r` are the log-probabilities of the chosen and the rejected response, sums over their scored
-tokens or means; `d` is the difference of their scores; `LS` is log-sigmoid, `b` beta, `g` gamma and `e` label smoothing.
+tokens or means; `d` is the difference of their scores; `LS` is log-sigmoid, `b` beta, `g` gamma, `e` label smoothing.
 """
 
 from __future__ import annotations
@@ -303,6 +303,7 @@ class ReferenceFreeLoss(ReferenceFreeObjective):
         totals: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = statistics["logprob"]
+        logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
         responses, nll_mask = self._masks(mask, inputs)
         average = self.average_log_prob or self.type.average
         logps = sequence_logprobs(self._pairs(logprobs), responses, average=average)

@@ -51,6 +51,8 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
     ) -> None:
         loss = ReferenceFreeLoss(beta=beta, loss_type="orpo", compute_nll_loss=compute_nll_loss)
         super().__init__(loss, ignore_index=ignore_index, compiled=compiled, chunk_size=chunk_size, **engine)
+        # With labels that differ for NLL, the chosen rows are there twice; read with compute_nll_loss only.
+        self._loss_of_three = replace(loss, nll_response="third") if compute_nll_loss else loss
 
     def forward(
         self,
@@ -120,5 +122,6 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
             if bool(covered.all()):
                 mask = (labels != ignore).to(hidden.device, non_blocking=True)
                 return self._result(self.loss, weight, hidden, union, bias, response_mask=mask)
-        loss = replace(self.loss, nll_response="third")
-        return self._result(loss, weight, torch.cat([hidden, hidden[:pairs]]), torch.cat([labels, nll]), bias)
+        return self._result(
+            self._loss_of_three, weight, torch.cat([hidden, hidden[:pairs]]), torch.cat([labels, nll]), bias
+        )
