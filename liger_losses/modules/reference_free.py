@@ -45,9 +45,14 @@ class EngineOptions(TypedDict, total=False):
 def with_engine_options(init: Callable[P, None]) -> Callable[P, None]:
     """`init`, whose `**engine` are `EngineOptions`: its signature shows them one by one, and others are refused."""
     signature = inspect.signature(init)
-    defaults = {name: getattr(CallOptions, name) for name in EngineOptions.__annotations__}
     engine = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default) for name, default in defaults.items()
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(CallOptions, name),
+            annotation=CallOptions.__annotations__[name],
+        )
+        for name in EngineOptions.__annotations__
     ]
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     shown = signature.replace(parameters=[*named, *engine])
