@@ -17,16 +17,28 @@ if TYPE_CHECKING:
     from liger_losses.chunked.planner import plan
     from liger_losses.modules import (
         LigerCrossEntropyLoss,
+        LigerFusedLinearAlphaPOLoss,
         LigerFusedLinearBCELoss,
+        LigerFusedLinearCPOLoss,
         LigerFusedLinearCrossEntropyLoss,
         LigerFusedLinearDPOLoss,
+        LigerFusedLinearGRPOLoss,
+        LigerFusedLinearORPOLoss,
+        LigerFusedLinearSimPOLoss,
+        LigerFusedLinearTPOLoss,
     )
 
 __all__ = [
     "LigerCrossEntropyLoss",
+    "LigerFusedLinearAlphaPOLoss",
     "LigerFusedLinearBCELoss",
+    "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTPOLoss",
     "__version__",
     "functional",
     "fused_linear_loss",
@@ -39,9 +51,15 @@ __all__ = [
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
     "LigerCrossEntropyLoss": "liger_losses.modules",
+    "LigerFusedLinearAlphaPOLoss": "liger_losses.modules",
     "LigerFusedLinearBCELoss": "liger_losses.modules",
+    "LigerFusedLinearCPOLoss": "liger_losses.modules",
     "LigerFusedLinearCrossEntropyLoss": "liger_losses.modules",
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
+    "LigerFusedLinearGRPOLoss": "liger_losses.modules",
+    "LigerFusedLinearORPOLoss": "liger_losses.modules",
+    "LigerFusedLinearSimPOLoss": "liger_losses.modules",
+    "LigerFusedLinearTPOLoss": "liger_losses.modules",
     "functional": None,
     "fused_linear_loss": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",

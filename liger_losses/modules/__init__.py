@@ -12,12 +12,26 @@ from .cross_entropy import (
     LigerFusedLinearBCELoss,
     LigerFusedLinearCrossEntropyLoss,
 )
+from .odds_ratio import LigerFusedLinearORPOLoss
+from .policy import LigerFusedLinearGRPOLoss
 from .preference import LigerFusedLinearDPOLoss
+from .reference_free import (
+    LigerFusedLinearAlphaPOLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTPOLoss,
+)
 
 __all__ = [
     "CrossEntropyOutput",
     "LigerCrossEntropyLoss",
+    "LigerFusedLinearAlphaPOLoss",
     "LigerFusedLinearBCELoss",
+    "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTPOLoss",
 ]
