@@ -13,18 +13,41 @@ from liger_losses._version import __version__
 
 if TYPE_CHECKING:
     from liger_losses import functional, losses, testing
-    from liger_losses.chunked import fused_linear_loss, linear_logprobs
+    from liger_losses.chunked import fused_linear_loss, linear_logprobs, logit_statistics
     from liger_losses.chunked.planner import plan
-    from liger_losses.modules import LigerFusedLinearBCOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
+    from liger_losses.modules import (
+        LigerCrossEntropyLoss,
+        LigerFusedLinearAlphaPOLoss,
+        LigerFusedLinearBCELoss,
+        LigerFusedLinearBCOLoss,
+        LigerFusedLinearCPOLoss,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerFusedLinearDPOLoss,
+        LigerFusedLinearGRPOLoss,
+        LigerFusedLinearKTOLoss,
+        LigerFusedLinearORPOLoss,
+        LigerFusedLinearSimPOLoss,
+        LigerFusedLinearTPOLoss,
+    )
 
 __all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearAlphaPOLoss",
+    "LigerFusedLinearBCELoss",
     "LigerFusedLinearBCOLoss",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTPOLoss",
     "__version__",
     "functional",
     "fused_linear_loss",
     "linear_logprobs",
+    "logit_statistics",
     "losses",
     "plan",
     "testing",
@@ -32,12 +55,22 @@ __all__ = [
 
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
+    "LigerCrossEntropyLoss": "liger_losses.modules",
+    "LigerFusedLinearAlphaPOLoss": "liger_losses.modules",
+    "LigerFusedLinearBCELoss": "liger_losses.modules",
     "LigerFusedLinearBCOLoss": "liger_losses.modules",
+    "LigerFusedLinearCPOLoss": "liger_losses.modules",
+    "LigerFusedLinearCrossEntropyLoss": "liger_losses.modules",
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
+    "LigerFusedLinearGRPOLoss": "liger_losses.modules",
     "LigerFusedLinearKTOLoss": "liger_losses.modules",
+    "LigerFusedLinearORPOLoss": "liger_losses.modules",
+    "LigerFusedLinearSimPOLoss": "liger_losses.modules",
+    "LigerFusedLinearTPOLoss": "liger_losses.modules",
     "functional": None,
     "fused_linear_loss": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",
+    "logit_statistics": "liger_losses.chunked",
     "losses": None,
     "plan": "liger_losses.chunked.planner",
     "testing": None,

@@ -11,7 +11,20 @@ from typing import Any
 
 import torch
 
-from .modules import LigerFusedLinearBCOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
+from .modules import (
+    LigerCrossEntropyLoss,
+    LigerFusedLinearAlphaPOLoss,
+    LigerFusedLinearBCELoss,
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTPOLoss,
+)
 
 
 def _function(
@@ -20,13 +33,13 @@ def _function(
     """`module(**options)(**tensors)` as one function of both.
 
     `order` names the leading positional arguments, of `forward` or of the constructor alike; every other argument of
-    either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here; `defaults`, of options,
-    are liger-kernel's where its function has others than its class.
+    either is keyword-only. `weight` is what `forward` calls the argument that is `weight` here. `defaults` are those
+    that differ from the module's.
     """
     call, make = (inspect.signature(f).parameters for f in (module.forward, module.__init__))
     tensors = {"weight" if n == weight else n: p for n, p in call.items() if n != "self"}
     known = {**tensors, **{n: p for n, p in make.items() if n != "self"}}
-    known.update({n: known[n].replace(default=value) for n, value in defaults.items()})
+    known |= {n: known[n].replace(default=value) for n, value in defaults.items()}
     leading = order.split()
     positional = [known[n].replace(name=n, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in leading]
     rest = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for n, p in known.items() if n not in leading]
@@ -37,7 +50,7 @@ def _function(
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}() {error}") from None
-        options = {**defaults, **{n: value for n, value in given.items() if n not in tensors}}
+        options = defaults | {n: value for n, value in given.items() if n not in tensors}
         return module(**options)(**{weight if n == "weight" else n: given[n] for n in tensors if n in given})
 
     function.__name__ = function.__qualname__ = name
@@ -53,6 +66,69 @@ liger_fused_linear_dpo = _function(
     "average_log_prob chunk_size loss_type label_smoothing discopop_tau alpha",
 )
 
+liger_fused_linear_orpo = _function(
+    LigerFusedLinearORPOLoss,
+    "liger_fused_linear_orpo",
+    "_input weight target bias ignore_index beta compute_nll_loss nll_target compiled chunk_size",
+)
+
+liger_fused_linear_cpo = _function(
+    LigerFusedLinearCPOLoss,
+    "liger_fused_linear_cpo",
+    "_input weight target bias ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob "
+    "chunk_size",
+)
+
+# liger-kernel's function, unlike its module, does not add NLL by default.
+liger_fused_linear_simpo = _function(
+    LigerFusedLinearSimPOLoss,
+    "liger_fused_linear_simpo",
+    "_input weight target bias ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+    compute_nll_loss=False,
+)
+
+liger_fused_linear_alphapo = _function(
+    LigerFusedLinearAlphaPOLoss,
+    "liger_fused_linear_alphapo",
+    "_input weight target bias ignore_index beta reward_alpha alpha label_smoothing compute_nll_loss compiled gamma "
+    "chunk_size",
+)
+
+liger_fused_linear_tpo = _function(
+    LigerFusedLinearTPOLoss,
+    "liger_fused_linear_tpo",
+    "_input weight target bias ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+)
+
+liger_fused_linear_cross_entropy = _function(
+    LigerFusedLinearCrossEntropyLoss,
+    "liger_fused_linear_cross_entropy",
+    "_input weight target bias ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss "
+    "accum_dtype use_token_scaling return_token_accuracy return_predicted_tokens",
+)
+
+liger_fused_linear_bce = _function(
+    LigerFusedLinearBCELoss, "liger_fused_linear_bce", "_input weight positives bias reduction ignore_index"
+)
+
+liger_cross_entropy = _function(
+    LigerCrossEntropyLoss,
+    "liger_cross_entropy",
+    "_input target weight ignore_index reduction label_smoothing lse_square_scale softcap return_z_loss "
+    "return_token_accuracy return_predicted_tokens",
+    weight="",
+)
+
+liger_fused_linear_grpo = _function(
+    LigerFusedLinearGRPOLoss,
+    "liger_fused_linear_grpo",
+    "_input weight selected_token_ids attention_mask advantages bias ref_per_token_logps old_per_token_logps ref_input "
+    "ref_weight ref_bias beta epsilon_low epsilon_high loss_type max_completion_length importance_sampling_level "
+    "sapo_temperature_pos sapo_temperature_neg temperature compiled use_ref_model chunk_size vllm_is_ratio delta "
+    "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
+)
+
+# liger-kernel's function, unlike its module, expects a reference by default.
 liger_fused_linear_kto = _function(
     LigerFusedLinearKTOLoss,
     "liger_fused_linear_kto",

@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from liger_losses.testing import Case, check_close, check_loss, make_case, unfused, unfused_loss
-from liger_losses.testing.oracle import DIFFERENTIABLE, STATISTICS, TRANSFORMS, largest, read_statistics, transformed
+from liger_losses.testing.oracle import (
+    DIFFERENTIABLE,
+    IGNORE,
+    STATISTICS,
+    TRANSFORMS,
+    largest,
+    read_statistics,
+    transformed,
+)
 
 __all__ = [
     "DIFFERENTIABLE",
     "DTYPES",
     "EXACT",
+    "IGNORE",
     "STATISTICS",
     "TRANSFORMS",
     "Case",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from .cross_entropy import CrossEntropyLoss, cross_entropy_loss
+from .cross_entropy import BinaryCrossEntropyLoss, CrossEntropyLoss, cross_entropy_loss
 from .dpo import DPOLoss
 from .f_divergence import F_DIVERGENCES, f_divergence_score
+from .policy import GRPOLoss, grpo_loss
+from .policy_types import POLICY_TYPES
 from .preference import dpo_loss
 from .preference_types import LOSS_TYPES
+from .reference_free import REFERENCE_FREE_TYPES, ReferenceFreeLoss, log_odds, reference_free_loss
+from .selection import TokenSelection
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
 from .unpaired import KTO_LOSS_TYPES, BCOLoss, KTOLoss, bco_loss, kto_loss
 
@@ -14,17 +18,26 @@ __all__ = [
     "F_DIVERGENCES",
     "KTO_LOSS_TYPES",
     "LOSS_TYPES",
+    "POLICY_TYPES",
+    "REFERENCE_FREE_TYPES",
     "BCOLoss",
+    "BinaryCrossEntropyLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "GRPOLoss",
     "KTOLoss",
+    "ReferenceFreeLoss",
+    "TokenSelection",
     "alignment_weights",
     "bco_loss",
     "cross_entropy_loss",
     "dpo_loss",
     "f_divergence_score",
+    "grpo_loss",
     "kto_loss",
     "length_desensitized_logprobs",
+    "log_odds",
+    "reference_free_loss",
     "sequence_lengths",
     "sequence_logprobs",
 ]

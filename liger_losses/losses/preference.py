@@ -179,6 +179,7 @@ def dpo_loss(
     | sigmoid | `-(1-e) LS(bD) - e LS(-bD)`: DPO, with `e > 0` cDPO (in TRL `e` has no effect here) | 2305.18290 |
     | hinge | `max(0, 1 - bD)`: SLiC | 2305.10425 |
     | ipo | `(s_w/n_w - s_l/n_l - 1/(2b))^2` | 2310.12036 |
+    | ipo_sum | `(D - 1/(2b))^2`: IPO of sums, as online DPO has it | 2310.12036, 2402.04792 |
     | sigmoid_norm | `-LS(b (s_w/n_w - s_l/n_l))` | 2411.15124 |
     | exo_pair | `KL((S(bD), S(-bD)) from (1-e, e))`, `0 < e < 1` | 2402.00856 |
     | nca_pair | `-LS(bA) - LS(-bA)/2 - LS(-bR)/2` | 2402.05369 |

@@ -59,7 +59,7 @@ class Pairs:
         return self.chosen_score / self.lengths[0] - self.rejected_score / self.lengths[1]
 
 
-def _logistic(z: Tensor, smoothing: float = 0.0) -> Tensor:
+def logistic(z: Tensor, smoothing: float = 0.0) -> Tensor:
     """`-(1 - e) LS(z) - e LS(-z)`."""
     if smoothing == 0:
         return -F.logsigmoid(z)
@@ -67,7 +67,7 @@ def _logistic(z: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def _sigmoid(p: Pairs, o: Options) -> Tensor:
-    return _logistic(o.beta * p.margin, o.label_smoothing)
+    return logistic(o.beta * p.margin, o.label_smoothing)
 
 
 def _hinge(p: Pairs, o: Options) -> Tensor:
@@ -78,8 +78,12 @@ def _ipo(p: Pairs, o: Options) -> Tensor:
     return (p.mean_margin - 0.5 / o.beta).square()
 
 
+def _ipo_sum(p: Pairs, o: Options) -> Tensor:
+    return (p.margin - 0.5 / o.beta).square()
+
+
 def _sigmoid_norm(p: Pairs, o: Options) -> Tensor:
-    return _logistic(o.beta * p.mean_margin)
+    return logistic(o.beta * p.mean_margin)
 
 
 def _exo_pair(p: Pairs, o: Options) -> Tensor:
@@ -98,12 +102,12 @@ def _robust(p: Pairs, o: Options) -> Tensor:
     """The unbiased estimate of the clean loss when a share `e` of the labels is flipped."""
     z = o.beta * p.margin
     if o.label_smoothing == 0:
-        return _logistic(z)
-    return (_logistic(z) * (1 - o.label_smoothing) - _logistic(-z) * o.label_smoothing) / (1 - 2 * o.label_smoothing)
+        return logistic(z)
+    return (logistic(z) * (1 - o.label_smoothing) - logistic(-z) * o.label_smoothing) / (1 - 2 * o.label_smoothing)
 
 
 def _bco_pair(p: Pairs, o: Options) -> Tensor:
-    return _logistic(o.beta * p.chosen_ratio) + _logistic(-o.beta * p.rejected_ratio)
+    return logistic(o.beta * p.chosen_ratio) + logistic(-o.beta * p.rejected_ratio)
 
 
 def _sppo_hard(p: Pairs, o: Options) -> Tensor:
@@ -112,11 +116,11 @@ def _sppo_hard(p: Pairs, o: Options) -> Tensor:
 
 def _aot(p: Pairs, o: Options) -> Tensor:
     policy, reference = p.chosen_logps - p.rejected_logps, p.ref_chosen_logps - p.ref_rejected_logps
-    return _logistic(o.beta * (policy.sort().values - reference.sort().values), o.label_smoothing)
+    return logistic(o.beta * (policy.sort().values - reference.sort().values), o.label_smoothing)
 
 
 def _aot_unpaired(p: Pairs, o: Options) -> Tensor:
-    return _logistic(o.beta * (p.chosen_ratio.sort().values - p.rejected_ratio.sort().values), o.label_smoothing)
+    return logistic(o.beta * (p.chosen_ratio.sort().values - p.rejected_ratio.sort().values), o.label_smoothing)
 
 
 def _apo_zero(p: Pairs, o: Options) -> Tensor:
@@ -130,7 +134,7 @@ def _apo_down(p: Pairs, o: Options) -> Tensor:
 def _discopop(p: Pairs, o: Options) -> Tensor:
     z = o.beta * p.margin
     # S(z / tau) e^-z as one exponential: the factors under- and overflow where their product is finite.
-    return torch.sigmoid(-z / o.discopop_tau) * _logistic(z) + torch.exp(F.logsigmoid(z / o.discopop_tau) - z)
+    return torch.sigmoid(-z / o.discopop_tau) * logistic(z) + torch.exp(F.logsigmoid(z / o.discopop_tau) - z)
 
 
 def _sft(p: Pairs, o: Options) -> Tensor:
@@ -146,7 +150,7 @@ class Smoothing:
     accepts: Callable[[float], bool]
 
 
-_FLIPS = Smoothing("0 <= label_smoothing < 1", lambda e: 0 <= e < 1)
+FLIPS = Smoothing("0 <= label_smoothing < 1", lambda e: 0 <= e < 1)
 _CLEAN = Smoothing("0 <= label_smoothing < 0.5", lambda e: 0 <= e < 0.5)
 _PROPER = Smoothing("0 < label_smoothing < 1", lambda e: 0 < e < 1)
 
@@ -165,17 +169,18 @@ class LossType:
 
 
 _ROWS = (
-    LossType("sigmoid", _sigmoid, _FLIPS, any_divergence=True),
+    LossType("sigmoid", _sigmoid, FLIPS, any_divergence=True),
     LossType("hinge", _hinge, any_divergence=True),
     LossType("ipo", _ipo, any_divergence=True, lengths=True),
+    LossType("ipo_sum", _ipo_sum, any_divergence=True),
     LossType("sigmoid_norm", _sigmoid_norm, any_divergence=True, lengths=True),
     LossType("exo_pair", _exo_pair, _PROPER, any_divergence=True),
     LossType("nca_pair", _nca_pair),
     LossType("robust", _robust, _CLEAN, any_divergence=True),
     LossType("bco_pair", _bco_pair),
     LossType("sppo_hard", _sppo_hard),
-    LossType("aot", _aot, _FLIPS, separability="batch"),
-    LossType("aot_unpaired", _aot_unpaired, _FLIPS, separability="batch"),
+    LossType("aot", _aot, FLIPS, separability="batch"),
+    LossType("aot_unpaired", _aot_unpaired, FLIPS, separability="batch"),
     LossType("apo_zero", _apo_zero),
     LossType("apo_down", _apo_down),
     LossType("discopop", _discopop, any_divergence=True),

@@ -6,11 +6,35 @@ modules share, in `base`.
 
 from __future__ import annotations
 
+from .cross_entropy import (
+    CrossEntropyOutput,
+    LigerCrossEntropyLoss,
+    LigerFusedLinearBCELoss,
+    LigerFusedLinearCrossEntropyLoss,
+)
+from .odds_ratio import LigerFusedLinearORPOLoss
+from .policy import LigerFusedLinearGRPOLoss
 from .preference import LigerFusedLinearDPOLoss
+from .reference_free import (
+    LigerFusedLinearAlphaPOLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTPOLoss,
+)
 from .unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 
 __all__ = [
+    "CrossEntropyOutput",
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearAlphaPOLoss",
+    "LigerFusedLinearBCELoss",
     "LigerFusedLinearBCOLoss",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTPOLoss",
 ]

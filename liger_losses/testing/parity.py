@@ -48,7 +48,7 @@ def assert_fused_matches_unfused(
             to the dtype of the statistics.
         rows: rows of a batch, a multiple of those of a unit.
         tokens: length of a row.
-        thorough: also the product of masks, transforms, dtypes (fp16 too), shapes and strategies, about half a minute; the
+        thorough: also the product of masks, transforms, dtypes (fp16 too), shapes and strategies: half a minute. The
             default takes a few seconds.
         device: where to run.
         seed: of the data.

@@ -74,7 +74,7 @@ def test_bad_input() -> None:
     with pytest.raises(TypeError, match="mask: got"):
         cross_entropy_loss(logprobs, mask.long())
     with pytest.raises(ValueError, match="inputs: got weights"):
-        CrossEntropyLoss().totals(mask, {"weights": logprobs})
+        CrossEntropyLoss().prepare(mask, {"weights": logprobs})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -1,0 +1,393 @@
+"""Cross entropy over a linear head, over logits that exist, and binary cross entropy over a large label space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
+from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
+from ..losses._checks import check_choice, check_flag, check_float_tensor
+from .base import CallOptions, check_head_as
+
+_HEAD = ("_input", "lin_weight", "bias")
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What a cross-entropy module returns when more than the loss is asked for; None for what is not."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None  # int64, -1 where the target is ignored
+
+
+class _CrossEntropy(torch.nn.Module):
+    """Options, inputs and results that the modules over a head and over logits share."""
+
+    def __init__(
+        self,
+        class_weights: Tensor | None,
+        reduction: str,
+        options: CallOptions,
+        *,
+        return_z_loss: bool,
+        return_token_accuracy: bool,
+        return_predicted_tokens: bool,
+        **loss: Any,
+    ) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        for name, value in (
+            ("return_z_loss", return_z_loss),
+            ("return_token_accuracy", return_token_accuracy),
+            ("return_predicted_tokens", return_predicted_tokens),
+        ):
+            check_flag(name, value)
+        self.reduction = reduction
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+        self.options = options
+        # Not divided by anything, a token's part of the sum is its loss.
+        self.loss = CrossEntropyLoss(reduction="sum" if reduction == "none" else reduction, **loss)
+        if reduction == "none" and self.loss.selection is not None:
+            raise ValueError("selection: got one with reduction='none', expected None: it weighs tokens within a sum")
+        if return_z_loss and self.loss.lse_square_scale == 0:
+            raise ValueError("return_z_loss: got True with lse_square_scale=0, expected a scale > 0")
+        if class_weights is not None:
+            check_float_tensor("ce_weight", class_weights)
+        self.register_buffer("class_weights", class_weights, persistent=False)
+        self.class_weights: Tensor | None
+
+    def _inputs(
+        self,
+        target: Tensor,
+        token_weights: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """What the loss reads beside statistics, `[R, T]`; `target` is `[R, T]`."""
+        inputs = {}
+        if token_weights is not None:
+            check_float_tensor("token_weights", token_weights)
+            if token_weights.numel() != target.numel():
+                raise ValueError(f"token_weights: got shape {list(token_weights.shape)}, expected one for each target")
+            inputs["token_weights"] = token_weights.reshape(target.shape).to(device)
+        if self.class_weights is not None:
+            weights, classes = self.class_weights.to(device), target.to(device, torch.int64)
+            inputs["class_weights"] = weights[classes.clamp(0, len(weights) - 1)]
+        if num_items_in_batch is not None:
+            if self.reduction == "none":
+                raise ValueError("num_items_in_batch: got a count, expected none with reduction='none'")
+            inputs["num_items_in_batch"] = torch.as_tensor(num_items_in_batch, device=device)
+        return inputs
+
+    @property
+    def _column_weights(self) -> Tensor | None:
+        return self.class_weights if self.loss.label_smoothing > 0 else None
+
+    @property
+    def _beside(self) -> tuple[str, ...]:
+        """Statistics for what is returned beside the loss."""
+        return ("is_top1",) * self.return_token_accuracy + ("argmax",) * self.return_predicted_tokens
+
+    def _result(
+        self,
+        loss: Tensor,
+        z_loss: Tensor | None,
+        statistics: Mapping[str, Tensor],
+        mask: Tensor,
+        shape: torch.Size,
+    ) -> Tensor | CrossEntropyOutput:
+        if not (self.return_z_loss or self._beside):
+            return loss
+        accuracy = predicted = None
+        if self.return_token_accuracy:
+            accuracy = statistics["is_top1"].sum() / mask.sum().clamp_min(1)
+        if self.return_predicted_tokens:
+            predicted = statistics["argmax"].masked_fill(~mask, -1).reshape(shape)
+        return CrossEntropyOutput(loss, z_loss if self.return_z_loss else None, accuracy, predicted)
+
+    def _of_statistics(
+        self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: dict[str, Tensor], shape: torch.Size
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss and z-loss of statistics that exist; of each token with reduction "none"."""
+        inputs = self.loss.prepare(mask, inputs)
+        if self.reduction == "none":
+            nll, z_loss = self.loss.parts(statistics, mask, inputs)
+            if z_loss is None:
+                return nll.reshape(shape), None
+            return (nll + z_loss).reshape(shape), z_loss.detach().reshape(shape)
+        loss, metrics = self.loss(statistics, mask, inputs, self.loss.totals(mask, inputs))
+        return loss, metrics.get("z_loss")
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, {self.loss}, {self.options}"
+
+
+def _rows(target: Tensor | ScoredTokens, expected: str) -> Tensor:
+    """The targets `[R, T]` of one row `[N]` or of several."""
+    tensor = target.target if isinstance(target, ScoredTokens) else target
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"target: got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.dim() not in (1, 2):
+        raise ValueError(f"target: got shape {list(tensor.shape)}, expected {expected}")
+    return tensor if tensor.dim() == 2 else tensor.unsqueeze(0)
+
+
+class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
+    """Cross entropy over a linear head, without the `[N, V]` logits: `liger_losses.losses.CrossEntropyLoss`.
+
+    Args:
+        ce_weight: `[V]` class weights.
+        ignore_index, lse_square_scale, label_smoothing, use_token_scaling: of `CrossEntropyLoss`.
+        reduction: `"mean"`, `"sum"` or `"none"` (the loss of every token, each with a gradient of its own).
+        softcap, logit_scale, temperature: of the logits.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput` with these.
+        accum_dtype: accepted as None or torch.float32: gradients are always summed in fp32 (fp64 for fp64).
+        selection: a `liger_losses.losses.TokenSelection`, only the tokens at risk.
+        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+
+    Raises:
+        TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        *,
+        selection: TokenSelection | None = None,
+        temperature: float = 1.0,
+        logit_scale: float | None = 1.0,
+        memory_budget: int | None = None,
+        logits_dtype: str = "float32",
+        strategy: str = "auto",
+    ) -> None:
+        if accum_dtype not in (None, torch.float32):
+            raise ValueError(f"accum_dtype: got {accum_dtype}, expected None or torch.float32, which is what is done")
+        options = CallOptions(
+            ignore_index=ignore_index,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            memory_budget=memory_budget,
+            logits_dtype=logits_dtype,
+            strategy=strategy,
+        )
+        super().__init__(
+            ce_weight,
+            reduction,
+            options,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            use_token_scaling=use_token_scaling,
+            selection=selection,
+        )
+        options.check_separability(self.loss.separability, "a selection")
+        if strategy == "immediate" and reduction == "none":
+            raise ValueError("strategy: got 'immediate' with reduction='none', expected a deferred strategy")
+
+    def forward(
+        self,
+        lin_weight: Tensor,  # [V, H]
+        _input: Tensor,  # [N, H] or [R, T, H]
+        target: Tensor | ScoredTokens,  # [N] or [R, T], aligned with _input
+        bias: Tensor | None = None,  # [V]
+        *,
+        temperature: Tensor | None = None,  # [N] or [R, T], in place of the constructor's
+        token_weights: Tensor | None = None,  # [N] or [R, T]
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | CrossEntropyOutput:
+        """The loss: a scalar, or with reduction "none" the shape of `target`. See `CrossEntropyLoss` for the inputs."""
+        rows = _rows(target, "[N] or [R, T]")
+        shape = rows.shape if isinstance(target, ScoredTokens) else target.shape
+        check_head_as(_HEAD, _input, lin_weight, bias, target.shape)
+        if self.class_weights is not None and len(self.class_weights) != len(lin_weight):
+            raise ValueError(f"ce_weight: got {len(self.class_weights)} weights for {len(lin_weight)} classes")
+        inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
+        options = self.options.policy()
+        if temperature is not None:
+            if temperature.shape != target.shape:
+                raise ValueError(f"temperature: got shape {list(temperature.shape)}, expected {list(target.shape)}")
+            options["temperature"] = temperature.reshape(rows.shape)
+        options["column_weights"] = self._column_weights
+        hidden = _input.reshape(*rows.shape, _input.shape[-1])
+        scored = target if isinstance(target, ScoredTokens) and len(target.shape) == 2 else rows
+        mask = (rows != self.options.ignore_index).to(_input.device)
+        if self.reduction == "none":
+            statistics = linear_logprobs(
+                hidden,
+                lin_weight,
+                scored,
+                bias,
+                statistics=tuple(dict.fromkeys((*self.loss.statistics, *self._beside))),
+                differentiable=self.loss.differentiable,
+                strategy=self.options.strategy,
+                **options,
+            )
+            loss, z_loss = self._of_statistics(statistics, mask, inputs, shape)
+            return self._result(loss, z_loss, statistics, mask, shape)
+        loss, metrics = fused_linear_loss(
+            self.loss,
+            hidden,
+            lin_weight,
+            scored,
+            bias,
+            inputs=inputs,
+            strategy=self.options.strategy,
+            token_statistics=self._beside,
+            **options,
+        )
+        return self._result(loss, metrics.get("z_loss"), metrics, mask, shape)
+
+
+class LigerCrossEntropyLoss(_CrossEntropy):
+    """Cross entropy of logits that exist: `liger_losses.losses.CrossEntropyLoss`. The logits are never written to.
+
+    Args:
+        weight: `[V]` class weights. The others, as in `LigerFusedLinearCrossEntropyLoss`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        *,
+        use_token_scaling: bool = False,
+        selection: TokenSelection | None = None,
+        temperature: float = 1.0,
+        logit_scale: float | None = 1.0,
+    ) -> None:
+        super().__init__(
+            weight,
+            reduction,
+            CallOptions(ignore_index=ignore_index, temperature=temperature, softcap=softcap, logit_scale=logit_scale),
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            use_token_scaling=use_token_scaling,
+            selection=selection,
+        )
+
+    def forward(
+        self,
+        _input: Tensor,  # [N, V] or [R, T, V]
+        target: Tensor,  # [N] or [R, T]
+        *,
+        temperature: Tensor | None = None,  # [N] or [R, T], in place of the constructor's
+        token_weights: Tensor | None = None,  # [N] or [R, T]
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | CrossEntropyOutput:
+        """The loss: a scalar, or with reduction "none" the shape of `target`."""
+        rows = _rows(target, "[N] or [R, T]")
+        if self.class_weights is not None and len(self.class_weights) != _input.shape[-1]:
+            raise ValueError(f"weight: got {len(self.class_weights)} weights for {_input.shape[-1]} classes")
+        statistics = logit_statistics(
+            _input,
+            target,
+            statistics=tuple(dict.fromkeys((*self.loss.statistics, *self._beside))),
+            differentiable=self.loss.differentiable,
+            ignore_index=self.options.ignore_index,
+            temperature=self.options.temperature if temperature is None else temperature,
+            softcap=self.options.softcap,
+            logit_scale=self.options.logit_scale,
+            column_weights=self._column_weights,
+        )
+        inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
+        mask = (rows != self.options.ignore_index).to(_input.device)
+        shaped = {name: value.reshape(rows.shape) for name, value in statistics.items()}
+        loss, z_loss = self._of_statistics(shaped, mask, inputs, target.shape)
+        return self._result(loss, z_loss, shaped, mask, target.shape)
+
+
+class LigerFusedLinearBCELoss(torch.nn.Module):
+    """Binary cross entropy over a label space too large for its logits: extreme multi-label classification.
+
+    `liger_losses.losses.BinaryCrossEntropyLoss` of `z = _input @ lin_weight.T + bias`; positives are sparse.
+
+    Args:
+        reduction: `"mean"` over rows and labels, `"sum"`, or `"none"`: the sum over labels of each row.
+        ignore_index: fills up the places of a row with fewer positives than others.
+        softcap, logit_scale, temperature: of the logits. memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+    """
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        *,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float | None = 1.0,
+        memory_budget: int | None = None,
+        logits_dtype: str = "float32",
+        strategy: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        if strategy == "immediate" and reduction == "none":
+            raise ValueError("strategy: got 'immediate' with reduction='none', expected a deferred strategy")
+        self.reduction = reduction
+        self.options = CallOptions(
+            ignore_index=ignore_index,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            memory_budget=memory_budget,
+            logits_dtype=logits_dtype,
+            strategy=strategy,
+        )
+
+    def forward(
+        self,
+        lin_weight: Tensor,  # [V, H]
+        _input: Tensor,  # [N, H]
+        positives: Tensor,  # [N, P] labels of each row, ignore_index where there are fewer; repeated ones count once
+        bias: Tensor | None = None,  # [V]
+        *,
+        row_weights: Tensor | None = None,  # [N]
+    ) -> Tensor:
+        """The loss: a scalar, or `[N]` with reduction "none"."""
+        if not isinstance(positives, Tensor) or positives.dim() != 2:
+            seen = list(positives.shape) if isinstance(positives, Tensor) else type(positives).__name__
+            raise ValueError(f"positives: got {seen}, expected a tensor [rows, labels]")
+        check_head_as(_HEAD, _input, lin_weight, bias, positives.shape[:1])
+        if row_weights is not None:
+            check_float_tensor("row_weights", row_weights, (len(positives),))
+        # Every row is scored, also one without a positive.
+        target = torch.zeros(1, len(positives), dtype=torch.int64)
+        options = {**self.options.policy(), "strategy": self.options.strategy, "positives": positives.unsqueeze(0)}
+        if self.reduction == "none":
+            loss = -linear_logprobs(_input.unsqueeze(0), lin_weight, target, bias, **options).squeeze(0)
+            return loss if row_weights is None else loss * row_weights
+        inputs = {} if row_weights is None else {"token_weights": row_weights.unsqueeze(0)}
+        loss = BinaryCrossEntropyLoss(labels=len(lin_weight), reduction=self.reduction)
+        return fused_linear_loss(loss, _input.unsqueeze(0), lin_weight, target, bias, inputs=inputs, **options)[0]
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, {self.options}"
