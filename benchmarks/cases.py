@@ -11,6 +11,10 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 DPO_BETA = 0.1
+ORPO_BETA = 0.1
+SIMPO_BETA, SIMPO_GAMMA = 2.0, 1.0
+KTO_BETA = 0.1
+GRPO_BETA = 0.04
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,13 @@ class Workload:
     """A scalar loss of per-token log-probabilities.
 
     ``loss(logprobs [R, T], mask [R, T], reference_logprobs [R, T] or None)``: masked entries of the log-probabilities
-    are zero. ``reference`` says whether a second, frozen model is scored too (one more matrix product).
+    are zero. ``reference`` says whether a second, frozen model is scored too (one more matrix product). ``unit_rows``
+    rows make up a unit of the loss: 2 for pairs, 0 where tokens stand alone.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     reference: bool = False
+    unit_rows: int = 2
 
 
 def cross_entropy(logprobs: Tensor, mask: Tensor, reference_logprobs: Tensor | None) -> Tensor:
@@ -50,7 +56,57 @@ def dpo(logprobs: Tensor, mask: Tensor, reference_logprobs: Tensor | None) -> Te
     return -F.logsigmoid(DPO_BETA * (chosen - rejected)).mean()
 
 
-WORKLOADS = {"ce": Workload(cross_entropy), "dpo": Workload(dpo, reference=True)}
+def _means(logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, rejected = (logprobs.sum(-1) / mask.sum(-1)).chunk(2)
+    return chosen, rejected
+
+
+def orpo(logprobs: Tensor, mask: Tensor, reference_logprobs: Tensor | None) -> Tensor:
+    """NLL of the chosen responses less ``beta log sigmoid`` of the log odds ratio of token means (arXiv:2403.07691)."""
+    chosen, rejected = _means(logprobs, mask)
+    odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    pairs = len(logprobs) // 2
+    return -logprobs[:pairs].sum() / mask[:pairs].sum() - ORPO_BETA * F.logsigmoid(odds).mean()
+
+
+def simpo(logprobs: Tensor, mask: Tensor, reference_logprobs: Tensor | None) -> Tensor:
+    """Mean over pairs of ``-log sigmoid(beta (c - r) - gamma)`` of token means (arXiv:2405.14734)."""
+    chosen, rejected = _means(logprobs, mask)
+    return -F.logsigmoid(SIMPO_BETA * (chosen - rejected) - SIMPO_GAMMA).mean()
+
+
+def preferred(rows: int, device: torch.device) -> Tensor:
+    """KTO's labels: every second response is desirable."""
+    return torch.arange(rows, device=device) % 2 == 0
+
+
+def kto(logprobs: Tensor, mask: Tensor, reference_logprobs: Tensor | None) -> Tensor:
+    """Mean over responses of ``1 - sigmoid(+-beta (logp - logp_ref))``, the KL estimate being 0 (arXiv:2402.01306)."""
+    assert reference_logprobs is not None
+    reward = KTO_BETA * (logprobs - reference_logprobs).sum(-1)
+    return (1 - torch.sigmoid(torch.where(preferred(len(reward), reward.device), reward, -reward))).mean()
+
+
+def advantages(rows: int, device: torch.device) -> Tensor:
+    return torch.linspace(-1, 1, rows, device=device)
+
+
+def grpo(logprobs: Tensor, mask: Tensor, reference_logprobs: Tensor | None) -> Tensor:
+    """On policy: mean over tokens of ``-ratio advantage + beta (e^d - d - 1)``, ``d = logp_ref - logp``."""
+    assert reference_logprobs is not None
+    ratio, d = torch.exp(logprobs - logprobs.detach()), reference_logprobs - logprobs
+    each = -ratio * advantages(len(mask), mask.device).to(d.dtype).unsqueeze(-1) + GRPO_BETA * (d.exp() - d - 1)
+    return each.masked_fill(~mask, 0).sum() / mask.sum()
+
+
+WORKLOADS = {
+    "ce": Workload(cross_entropy, unit_rows=0),
+    "dpo": Workload(dpo, reference=True),
+    "orpo": Workload(orpo),
+    "simpo": Workload(simpo),
+    "kto": Workload(kto, reference=True, unit_rows=1),
+    "grpo": Workload(grpo, reference=True, unit_rows=1),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +123,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        units = "" if self.workload == "ce" else f"{self.rows // 2}x"
+        unit_rows = WORKLOADS[self.workload].unit_rows
+        units = f"{self.rows // unit_rows}x" if unit_rows else ""
         return f"{self.workload}-{units}{self.length}/{self.head.name}{'/frozen' if self.frozen else ''}"
 
     @property
@@ -87,8 +144,9 @@ SHAPES: tuple[tuple[str, Head, int, int, float, str], ...] = (
     ("dpo", QWEN, 8, 2048, 0.25, "default"),
     ("ce", QWEN, 1, 8192, 0.0, "default"),
     ("ce", GEMMA, 1, 8192, 0.0, "default"),
+    *((workload, LLAMA, 8, 2048, 0.25, "default") for workload in ("orpo", "simpo", "kto", "grpo")),
     ("ce", TINY, 1, 96, 0.0, "harness"),
-    ("dpo", TINY, 4, 24, 0.25, "harness"),
+    *((workload, TINY, 4, 24, 0.25, "harness") for workload in WORKLOADS if workload != "ce"),
 )
 CASES = {
     case.name: case

@@ -15,7 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cases import DPO_BETA, IGNORE_INDEX, WORKLOADS, Case, Inputs
+from .cases import (
+    DPO_BETA,
+    GRPO_BETA,
+    IGNORE_INDEX,
+    KTO_BETA,
+    ORPO_BETA,
+    SIMPO_BETA,
+    SIMPO_GAMMA,
+    WORKLOADS,
+    Case,
+    Inputs,
+    advantages,
+    preferred,
+)
 
 Step = Callable[[], Tensor]
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -112,6 +125,49 @@ def _liger_dpo(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
     return lambda: loss(inputs.weight, inputs.hidden, inputs.target, **reference)[0]
 
 
+def _liger_orpo(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
+
+    loss = LigerFusedLinearORPOLoss(beta=ORPO_BETA, compiled=inputs.hidden.is_cuda)
+    return lambda: loss(inputs.weight, inputs.hidden, inputs.target)[0]
+
+
+def _liger_simpo(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    from liger_kernel.chunked_loss import LigerFusedLinearSimPOLoss
+
+    options = {"beta": SIMPO_BETA, "gamma": SIMPO_GAMMA, "compute_nll_loss": False}
+    loss = LigerFusedLinearSimPOLoss(**options, compiled=inputs.hidden.is_cuda)
+    return lambda: loss(inputs.weight, inputs.hidden, inputs.target)[0]
+
+
+def _liger_kto(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    from liger_kernel.chunked_loss import LigerFusedLinearKTOLoss
+
+    loss = LigerFusedLinearKTOLoss(beta=KTO_BETA, use_ref_model=True, compiled=inputs.hidden.is_cuda)
+    device = inputs.hidden.device
+    labels, kl = preferred(case.rows, device), torch.zeros(1, device=device)
+    reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
+    return lambda: loss(inputs.hidden, inputs.weight, inputs.target, preference_labels=labels, kl=kl, **reference)[0]
+
+
+def _liger_grpo(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(beta=GRPO_BETA, loss_type="dapo", compiled=inputs.hidden.is_cuda)
+    mask = (inputs.target != IGNORE_INDEX).long()
+    per_row = advantages(case.rows, inputs.hidden.device)
+    reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
+    tokens = inputs.target.clamp_min(0)
+    return lambda: loss(inputs.hidden, inputs.weight, tokens, mask, per_row, **reference)[0]
+
+
+_LIGER = {"dpo": _liger_dpo, "orpo": _liger_orpo, "simpo": _liger_simpo, "kto": _liger_kto, "grpo": _liger_grpo}
+
+
+def _liger_chunked(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    return _LIGER[case.workload](case, inputs, memory_budget)
+
+
 # cut-cross-entropy
 
 
@@ -164,7 +220,7 @@ PEERS = (
     Implementation(
         "liger-kernel, fp32 accumulator", partial(_liger_cross_entropy, torch.float32), "liger_kernel", **_TRITON_CE
     ),
-    Implementation("liger-kernel, compiled", _liger_dpo, "liger_kernel", applies=does("dpo")),
+    Implementation("liger-kernel, compiled", _liger_chunked, "liger_kernel", applies=does(*_LIGER)),
     Implementation("cut-cross-entropy", _cce, "cut_cross_entropy", logprobs=_cce_logprobs, **_TRITON_CE),
     Implementation(
         "TRL fused head", from_logprobs(_trl_logprobs), "trl.kernels.chunked_logprob", logprobs=_trl_logprobs

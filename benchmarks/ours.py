@@ -10,9 +10,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .cases import DPO_BETA, Case, Inputs
+from .cases import (
+    DPO_BETA,
+    GRPO_BETA,
+    IGNORE_INDEX,
+    KTO_BETA,
+    ORPO_BETA,
+    SIMPO_BETA,
+    SIMPO_GAMMA,
+    Case,
+    Inputs,
+    advantages,
+    preferred,
+)
 from .implementations import PEERS, Implementation, Step, does
 
 SHARE_OF_TRL = 6
@@ -35,10 +48,46 @@ def _dpo(inputs: Inputs, options: dict[str, Any]) -> Step:
     return lambda: module(inputs.weight, inputs.hidden, inputs.loaded, **reference)[0]
 
 
+def _orpo(inputs: Inputs, options: dict[str, Any]) -> Step:
+    from liger_losses import LigerFusedLinearORPOLoss
+
+    module = LigerFusedLinearORPOLoss(beta=ORPO_BETA, **options)
+    return lambda: module(inputs.weight, inputs.hidden, inputs.loaded)[0]
+
+
+def _simpo(inputs: Inputs, options: dict[str, Any]) -> Step:
+    from liger_losses import LigerFusedLinearSimPOLoss
+
+    module = LigerFusedLinearSimPOLoss(beta=SIMPO_BETA, gamma=SIMPO_GAMMA, compute_nll_loss=False, **options)
+    return lambda: module(inputs.weight, inputs.hidden, inputs.loaded)[0]
+
+
+def _kto(inputs: Inputs, options: dict[str, Any]) -> Step:
+    from liger_losses import LigerFusedLinearKTOLoss
+
+    module = LigerFusedLinearKTOLoss(beta=KTO_BETA, use_ref_model=True, **options)
+    labels, kl = preferred(len(inputs.hidden), inputs.hidden.device), inputs.hidden.new_zeros((), dtype=torch.float32)
+    more = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight, "kl": kl}
+    return lambda: module(inputs.hidden, inputs.weight, inputs.loaded, preference_labels=labels, **more)[0]
+
+
+def _grpo(inputs: Inputs, options: dict[str, Any]) -> Step:
+    from liger_losses import LigerFusedLinearGRPOLoss
+
+    module = LigerFusedLinearGRPOLoss(beta=GRPO_BETA, **options)
+    mask, per_row = inputs.loaded != IGNORE_INDEX, advantages(len(inputs.hidden), inputs.hidden.device)
+    reference = {"ref_input": inputs.reference_hidden, "ref_weight": inputs.reference_weight}
+    return lambda: module(inputs.hidden, inputs.weight, inputs.loaded, mask, per_row, **reference)[0]
+
+
 # By workload: what builds the step, and the separability under which the planner sees it.
 FUSED: dict[str, tuple[Callable[[Inputs, dict[str, Any]], Step], str]] = {
     "ce": (_cross_entropy, "token"),
     "dpo": (_dpo, "pair"),
+    "orpo": (_orpo, "pair"),
+    "simpo": (_simpo, "pair"),
+    "kto": (_kto, "sequence"),
+    "grpo": (_grpo, "token"),
 }
 
 
@@ -80,7 +129,7 @@ def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
 
 
-_SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does(*FUSED, frozen=False)}
+_SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does("ce", "dpo", frozen=False)}
 
 OURS = (
     _row("ours (fp32 logits)", {"logits_dtype": "float32"}),

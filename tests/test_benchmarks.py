@@ -61,7 +61,7 @@ def test_peers_are_measured(case: Case) -> None:
         ran = row["status"] == "ok"
         assert ran == ("ms" in row)
         assert ran or row["status"].startswith(("missing: ", "needs a CUDA device"))
-    assert ("liger-kernel, compiled" in rows) == (case.workload == "dpo")
+    assert ("liger-kernel, compiled" in rows) == (case.workload != "ce")
     assert "TRL fused head" in rows
     assert not measure.failed(report)  # peers fail nobody's run
     assert all(f"| {name}" in "\n".join(results.table(report)) for name in rows)
@@ -171,7 +171,7 @@ def test_what_cannot_run_is_refused(arguments: list[str], tmp_path: Path, capsys
 
 def test_suites() -> None:
     names = [case.name for case in CASES.values() if case.suite in ("quick", "default")]
-    assert len(names) == 12
+    assert len(names) == 20
     assert CASES["dpo-1x8192/llama3-8b"].scored == CASES["dpo-4x2048/qwen2.5-7b/frozen"].scored == 12288
     assert [case.name for case in CASES.values() if case.suite == "quick"] == [
         "ce-8192/llama3-8b",
