@@ -129,14 +129,16 @@ def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
 
 
+# What the immediate strategy is an alternative to: everything but cross entropy, whose default it is already.
+_SEPARABLE = does(*(name for name in FUSED if name != "ce"), frozen=False)
 _SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does("ce", "dpo", frozen=False)}
 
 OURS = (
     _row("ours (fp32 logits)", {"logits_dtype": "float32"}),
     _row("ours (bf16 logits)", {"logits_dtype": "input"}),
     # A frozen head has no [V, H] accumulator to save: its default already is the small one.
-    _row("ours (cached, fp32)", {"strategy": "cached"}, applies=does("dpo", frozen=False)),
-    _row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=does("dpo", frozen=False)),
+    _row("ours (cached, fp32)", {"strategy": "cached"}, applies=_SEPARABLE),
+    _row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=_SEPARABLE),
     _row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
     _row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
 )

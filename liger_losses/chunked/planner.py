@@ -177,7 +177,9 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
     if not fitting:
         least = min(plans, key=lambda plan: plan.workspace)
         if memory_budget is None:
-            return least
+            # It was named, or is the only one: it takes what it needs to project at the full rate.
+            room = _FULL_RATE_ROWS * problem.padded_vocab * problem.logits_bytes
+            return _BUILDERS[least.strategy](problem, least.workspace + room)
         raise ValueError(
             f"memory_budget: got {budget:,} bytes, too small for one row block; strategy {least.strategy!r} needs at "
             f"least {least.workspace:,} bytes at these shapes ({problem.tokens:,} scored tokens, H "
@@ -244,9 +246,9 @@ def _logit_rows(p: Problem) -> list[int]:
 
 
 def _slow_rows(logit_rows: int, p: Problem) -> float:
-    """What products over few rows cost beyond one at the full rate, in products."""
+    """What products over few rows cost beyond one at the full rate, in products (384 rows: measured on an H200)."""
     full = min(_FULL_RATE_ROWS, _round_rows(_FULL_RATE_ROWS, p))
-    return 0.05 * max(0.0, full / logit_rows - 1)
+    return 0.17 * max(0.0, full / logit_rows - 1)
 
 
 def _weight_copy(p: Problem) -> int:

@@ -75,6 +75,13 @@ def test_the_default_budget_projects_at_the_full_rate(trainable_head: bool, logi
     assert rows % 384 == 0
 
 
+@pytest.mark.parametrize("strategy", ["immediate", "cached"])
+def test_a_strategy_named_without_a_budget_projects_at_the_full_rate(strategy: str) -> None:
+    """The default budget is for the choice; a strategy that needs more than it is not starved."""
+    found = plan(**{**LARGE, "tokens": 40_000, "scored": (20_000, 20_000)}, strategy=strategy)
+    assert found.logit_rows >= 768
+
+
 def test_an_evaluation_takes_one_product() -> None:
     assert plan(**LARGE, trainable_head=False, trainable_hidden=False).gemms == 1
 
