@@ -9,11 +9,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.deterministic
+from torch import Tensor
 
 
 def _poison(on: bool) -> None:
@@ -42,3 +44,25 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     _poison(request.node.get_closest_marker("unpoisoned") is None)
     yield
     _poison(True)
+
+
+@pytest.fixture
+def counted_flops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """FLOPs of the engine's matrix products since the last call of it. (torch's counter does not see `out=` products.)"""
+    from liger_losses.chunked import deferred, walk
+
+    total = [0.0]
+
+    def counted(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        total[0] += 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
+        return original(a, b, **options)
+
+    original = walk.matmul
+    for module in (walk, deferred):
+        monkeypatch.setattr(module, "matmul", counted)
+
+    def flops() -> float:
+        found, total[0] = total[0], 0.0
+        return found
+
+    return flops

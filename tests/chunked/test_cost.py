@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses.chunked import deferred, fused_linear_loss, linear_logprobs, operators, plan, walk
+from liger_losses.chunked import fused_linear_loss, linear_logprobs, operators, plan
 from liger_losses.kernels import tile_statistics
 from liger_losses.modules import LigerFusedLinearDPOLoss
 
@@ -22,24 +22,9 @@ BOTH, HEAD, HIDDEN = ("hidden", "weight"), ("weight",), ("hidden",)
 
 
 @pytest.fixture
-def count_products(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], float]:
+def count_products(counted_flops: Callable[[], float]) -> Callable[[Case], float]:
     """Products since the last call of it, in units of `2 N H V` over the scored tokens of a case."""
-    flops = [0.0]
-
-    def counted(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-        flops[0] += 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
-        return original(a, b, **options)
-
-    original = walk.matmul
-    for module in (walk, deferred):
-        monkeypatch.setattr(module, "matmul", counted)
-
-    def products(case: Case) -> float:
-        found = flops[0] / (2.0 * case.mask.sum().item() * case.hidden.shape[-1] * case.weight.shape[0])
-        flops[0] = 0.0
-        return found
-
-    return products
+    return lambda case: counted_flops() / (2.0 * case.mask.sum().item() * case.hidden.shape[-1] * case.weight.shape[0])
 
 
 @pytest.mark.parametrize(
