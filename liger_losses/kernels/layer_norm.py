@@ -144,9 +144,7 @@ layer_norm_backward = Operator(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
         y, mean, rstd = layer_norm_forward(x, weight, bias, eps, offset)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.offset = offset

@@ -7,17 +7,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reduction_triton import processors, sum_partials
-from .rms_norm_triton import _TILE, _WALK, _WIDEST, _WIDEST_BACKWARD, _aligned, eight_aligned, tile_shape, warps
+from .rows_triton import (
+    TILE,
+    WALK,
+    WIDEST,
+    WIDEST_BACKWARD,
+    aligned_size,
+    eight_aligned,
+    processors,
+    sum_partials,
+    tile_shape,
+    warps,
+)
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows", "width"])
+@triton.jit(do_not_specialize=["x_stride", "rows", "width"], do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr"])
 def _forward_kernel(
     x_ptr, x_stride, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, width, eps, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
-    x_stride, width = _aligned(x_stride, ALIGNED), _aligned(width, ALIGNED)
+    x_stride, width = aligned_size(x_stride, ALIGNED), aligned_size(width, ALIGNED)
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -37,13 +47,13 @@ def _forward_kernel(
     tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows", "width"])
+@triton.jit(do_not_specialize=["x_stride", "rows", "width"], do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr"])
 def _forward_wide_kernel(
     x_ptr, x_stride, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, width, eps, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
-    x_stride, width = _aligned(x_stride, ALIGNED), _aligned(width, ALIGNED)
+    x_stride, width = aligned_size(x_stride, ALIGNED), aligned_size(width, ALIGNED)
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -70,14 +80,21 @@ def _forward_wide_kernel(
         tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["dy_stride", "x_stride", "rows", "width"])
+@triton.jit(
+    do_not_specialize=["dy_stride", "x_stride", "rows", "width"],
+    do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr"],
+)
 def _backward_kernel(
     dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, rows, width, offset,
     HAS_WEIGHT: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.cast(offset, tl.float32)
-    dy_stride, x_stride, width = _aligned(dy_stride, ALIGNED), _aligned(x_stride, ALIGNED), _aligned(width, ALIGNED)
+    dy_stride, x_stride, width = (
+        aligned_size(dy_stride, ALIGNED),
+        aligned_size(x_stride, ALIGNED),
+        aligned_size(width, ALIGNED),
+    )
     step = tl.num_programs(0) * ROWS
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -110,14 +127,21 @@ def _backward_kernel(
         tl.store(db_ptr + part, tl.sum(db, 0), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["dy_stride", "x_stride", "rows", "width"])
+@triton.jit(
+    do_not_specialize=["dy_stride", "x_stride", "rows", "width"],
+    do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr"],
+)
 def _backward_wide_kernel(
     dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, rows, width, offset,
     HAS_WEIGHT: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.cast(offset, tl.float32)
-    dy_stride, x_stride, width = _aligned(dy_stride, ALIGNED), _aligned(x_stride, ALIGNED), _aligned(width, ALIGNED)
+    dy_stride, x_stride, width = (
+        aligned_size(dy_stride, ALIGNED),
+        aligned_size(x_stride, ALIGNED),
+        aligned_size(width, ALIGNED),
+    )
     program = tl.program_id(0)
     for index in range(program, rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
@@ -145,11 +169,12 @@ def _backward_wide_kernel(
             tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
             # Each thread reads back what it wrote itself: both accesses have one layout.
             part = program.to(tl.int64) * width + column
-            before = mask & (row != program)
             if NEEDS_WEIGHT:
-                tl.store(dw_ptr + part, tl.load(dw_ptr + part, mask=before, other=0.0) + dy * xhat, mask=mask)
+                so_far = tl.where(row == program, 0.0, tl.load(dw_ptr + part, mask=mask, other=0.0))
+                tl.store(dw_ptr + part, so_far + dy * xhat, mask=mask)
             if NEEDS_BIAS:
-                tl.store(db_ptr + part, tl.load(db_ptr + part, mask=before, other=0.0) + dy, mask=mask)
+                so_far = tl.where(row == program, 0.0, tl.load(db_ptr + part, mask=mask, other=0.0))
+                tl.store(db_ptr + part, so_far + dy, mask=mask)
 
 
 def forward_triton(
@@ -157,8 +182,8 @@ def forward_triton(
     offset: float,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    wide = width > _WIDEST
-    block_rows, block = (1, _WALK) if wide else tile_shape(width)
+    wide = width > WIDEST
+    block_rows, block = (1, WALK) if wide else tile_shape(width)
     kernel = _forward_wide_kernel if wide else _forward_kernel
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(rows, block_rows),)](
@@ -187,11 +212,9 @@ def backward_triton(
     db: Tensor | None, offset: float,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    wide = width > _WIDEST_BACKWARD
-    block_rows, block = (1, _WALK) if wide else tile_shape(width)
-    programs = min(
-        triton.cdiv(rows, block_rows), max(1, 2 * _TILE // (block_rows * block)) * processors(x.device)
-    )
+    wide = width > WIDEST_BACKWARD
+    block_rows, block = (1, WALK) if wide else tile_shape(width)
+    programs = min(triton.cdiv(rows, block_rows), max(1, 2 * TILE // (block_rows * block)) * processors(x.device))
     partial = torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
     kernel = _backward_wide_kernel if wide else _backward_kernel
     with torch.cuda.device_of(x):

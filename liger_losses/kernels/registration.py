@@ -57,4 +57,6 @@ def check_floating(**tensors: Tensor | None) -> None:
 
 def check_vector(name: str, vector: Tensor | None, width: int) -> None:
     if vector is not None and vector.shape != (width,):
-        raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the width of the hidden states")
+        raise ValueError(
+            f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the width of the hidden states"
+        )

@@ -1,6 +1,6 @@
 """Triton form of `rms_norm`: rows are held in registers, several to a program where they are narrow.
 
-Rows wider than `_WIDEST` are walked in blocks, twice. Backward runs a few programs per multiprocessor, each of which
+Rows wider than `WIDEST` are walked in blocks, twice. Backward runs a few programs per multiprocessor, each of which
 walks its own rows and keeps its part of the weight's gradient in registers.
 """
 
@@ -11,31 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reduction_triton import processors, sum_partials
-
-# Columns of a row that registers have room for; backward holds the row that comes next and the weight's gradient too.
-_WIDEST, _WIDEST_BACKWARD = 16384, 8192
-_TILE = 4096  # elements of a program's tile of narrow rows
-_WALK = 4096  # columns of a block of a wide row
-
-
-@triton.jit
-def _aligned(size, ALIGNED: tl.constexpr):
-    # Told that rows are on 8-element boundaries, the compiler moves 16 bytes at a time.
-    if ALIGNED:
-        size = size // 8 * 8
-    return size
+from .rows_triton import (
+    TILE,
+    WALK,
+    WIDEST,
+    WIDEST_BACKWARD,
+    aligned_size,
+    eight_aligned,
+    processors,
+    sum_partials,
+    tile_shape,
+    warps,
+)
 
 
-@triton.jit(do_not_specialize=["x_stride", "residual_stride", "rows", "width"])
+@triton.jit(
+    do_not_specialize=["x_stride", "residual_stride", "rows", "width"], do_not_specialize_on_alignment=["rstd_ptr"]
+)
 def _forward_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, y_ptr, total_ptr, rstd_ptr, rows, width, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
-    x_stride, residual_stride = _aligned(x_stride, ALIGNED), _aligned(residual_stride, ALIGNED)
-    width = _aligned(width, ALIGNED)
+    x_stride, residual_stride = aligned_size(x_stride, ALIGNED), aligned_size(residual_stride, ALIGNED)
+    width = aligned_size(width, ALIGNED)
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
@@ -55,15 +55,17 @@ def _forward_kernel(
     tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["x_stride", "residual_stride", "rows", "width"])
+@triton.jit(
+    do_not_specialize=["x_stride", "residual_stride", "rows", "width"], do_not_specialize_on_alignment=["rstd_ptr"]
+)
 def _forward_wide_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, y_ptr, total_ptr, rstd_ptr, rows, width, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
-    x_stride, residual_stride = _aligned(x_stride, ALIGNED), _aligned(residual_stride, ALIGNED)
-    width = _aligned(width, ALIGNED)
+    x_stride, residual_stride = aligned_size(x_stride, ALIGNED), aligned_size(residual_stride, ALIGNED)
+    width = aligned_size(width, ALIGNED)
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -94,7 +96,10 @@ def _forward_wide_kernel(
         tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["dy_stride", "dtotal_stride", "x_stride", "rows", "width"])
+@triton.jit(
+    do_not_specialize=["dy_stride", "dtotal_stride", "x_stride", "rows", "width"],
+    do_not_specialize_on_alignment=["rstd_ptr", "partial_ptr"],
+)
 def _backward_kernel(
     dy_ptr, dy_stride, dtotal_ptr, dtotal_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows,
     width, offset,
@@ -102,8 +107,8 @@ def _backward_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.cast(offset, tl.float32)
-    dy_stride, dtotal_stride = _aligned(dy_stride, ALIGNED), _aligned(dtotal_stride, ALIGNED)
-    x_stride, width = _aligned(x_stride, ALIGNED), _aligned(width, ALIGNED)
+    dy_stride, dtotal_stride = aligned_size(dy_stride, ALIGNED), aligned_size(dtotal_stride, ALIGNED)
+    x_stride, width = aligned_size(x_stride, ALIGNED), aligned_size(width, ALIGNED)
     step = tl.num_programs(0) * ROWS
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -142,7 +147,10 @@ def _backward_kernel(
         tl.store(part, tl.sum(dw, 0), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["dy_stride", "dtotal_stride", "x_stride", "rows", "width"])
+@triton.jit(
+    do_not_specialize=["dy_stride", "dtotal_stride", "x_stride", "rows", "width"],
+    do_not_specialize_on_alignment=["rstd_ptr", "partial_ptr"],
+)
 def _backward_wide_kernel(
     dy_ptr, dy_stride, dtotal_ptr, dtotal_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows,
     width, offset,
@@ -150,8 +158,8 @@ def _backward_wide_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.cast(offset, tl.float32)
-    dy_stride, dtotal_stride = _aligned(dy_stride, ALIGNED), _aligned(dtotal_stride, ALIGNED)
-    x_stride, width = _aligned(x_stride, ALIGNED), _aligned(width, ALIGNED)
+    dy_stride, dtotal_stride = aligned_size(dy_stride, ALIGNED), aligned_size(dtotal_stride, ALIGNED)
+    x_stride, width = aligned_size(x_stride, ALIGNED), aligned_size(width, ALIGNED)
     program = tl.program_id(0)
     for index in range(program, rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
@@ -182,26 +190,8 @@ def _backward_wide_kernel(
                     xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
                 # Each thread reads back what it wrote itself: both accesses have one layout.
                 part = partial_ptr + program.to(tl.int64) * width + column
-                so_far = tl.load(part, mask=mask & (row != program), other=0.0)
+                so_far = tl.where(row == program, 0.0, tl.load(part, mask=mask, other=0.0))
                 tl.store(part, so_far + dy * xhat, mask=mask)
-
-
-def tile_shape(width: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile; whole rows."""
-    block = triton.next_power_of_2(width)
-    return max(1, _TILE // block), block
-
-
-def warps(elements: int) -> int:
-    """Enough threads for 16 to 32 elements each."""
-    return min(16, max(4, elements // 512))
-
-
-def eight_aligned(width: int, *tensors: Tensor | None) -> bool:
-    """Whether all rows begin on 16-byte boundaries and hold whole groups of 8 elements."""
-    return width % 8 == 0 and all(
-        t is None or (t.data_ptr() % 16 == 0 and (t.dim() == 1 or t.stride(0) % 8 == 0)) for t in tensors
-    )
 
 
 def forward_triton(
@@ -209,8 +199,8 @@ def forward_triton(
     eps: float, offset: float, round_normed: bool,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    wide = width > _WIDEST
-    block_rows, block = (1, _WALK) if wide else tile_shape(width)
+    wide = width > WIDEST
+    block_rows, block = (1, WALK) if wide else tile_shape(width)
     kernel = _forward_wide_kernel if wide else _forward_kernel
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(rows, block_rows),)](
@@ -241,11 +231,11 @@ def backward_triton(
     round_normed: bool, needs_weight: bool,
 ) -> Tensor | None:  # fmt: skip
     rows, width = x.shape
-    wide = width > _WIDEST_BACKWARD
-    block_rows, block = (1, _WALK) if wide else tile_shape(width)
+    wide = width > WIDEST_BACKWARD
+    block_rows, block = (1, WALK) if wide else tile_shape(width)
     needs_weight = needs_weight and weight is not None
     # As many programs as are resident at once: two of a tile of 4096, whose rows take half of the registers each.
-    per_processor = max(1, 2 * _TILE // (block_rows * block))
+    per_processor = max(1, 2 * TILE // (block_rows * block))
     programs = min(triton.cdiv(rows, block_rows), per_processor * processors(x.device))
     partial = torch.empty(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
     kernel = _backward_wide_kernel if wide else _backward_kernel
