@@ -50,6 +50,8 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine: False for no weight (`offset` must be 0 then).
     """
 
+    weight: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,
