@@ -200,30 +200,34 @@ def _is_foreign(x: Tensor) -> bool:
 def _replace_rotary(
     module: nn.Module, rotations: dict[Callable[..., Any], Rotary | Refusal], report: LayerReport
 ) -> None:
-    forward = vars(type(module)).get("forward") or getattr(type(module), "forward", None)
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(forward, types.FunctionType):
+        return
+    inner = inspect.unwrap(forward)
     name = type(module).__name__
-    code = getattr(inspect.unwrap(forward) if callable(forward) else None, "__code__", None)
-    names = [n for n in getattr(code, "co_names", ()) if "apply_" in n and "rot" in n]
-    functions = {n: f for n in names if callable(f := getattr(forward, "__globals__", {}).get(n))}
-    if not names:
+    named = [n for n in getattr(getattr(inner, "__code__", None), "co_names", ()) if "apply_" in n and "rot" in n]
+    functions = {n: f for n in named if callable(f := inner.__globals__.get(n))}
+    if not functions:
         return
-    if "forward" in vars(module) or not isinstance(forward, types.FunctionType) or not functions:
-        report.refused[name, "its forward, which calls a rotary function, is wrapped or replaced"] += 1
+    if "forward" in vars(module):
+        report.refused[name, "its forward, which calls a rotary function, is replaced already"] += 1
         return
-    for n, function in functions.items():
+    for function in functions.values():
         if function not in rotations:
             try:
                 rotations[function] = recognise_rotary(function)
             except Refusal as refusal:
                 rotations[function] = refusal
-        found = rotations[function]
-        if isinstance(found, Refusal):
-            report.refused[f"{name}.{n}", str(found)] += 1
-        else:
-            report.replaced[f"{name}.{n}", str(found)] += 1
     fused = {n: r for n, f in functions.items() if isinstance(r := rotations[f], Rotary)}
+    outcomes: dict[str, Rotary | Refusal] = {n: rotations[f] for n, f in functions.items()}
     if fused:
-        _install(module, _with_globals(forward, {n: _rotary_function(r, functions[n]) for n, r in fused.items()}))
+        try:
+            changed = {n: _rotary_function(r, functions[n]) for n, r in fused.items()}
+            _install(module, _with_globals(forward, changed))
+        except Refusal as refusal:
+            outcomes |= dict.fromkeys(fused, refusal)
+    for n, found in outcomes.items():
+        (report.refused if isinstance(found, Refusal) else report.replaced)[f"{name}.{n}", str(found)] += 1
 
 
 def _rotary_function(rotary: Rotary, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,11 +252,22 @@ def _rotary_function(rotary: Rotary, original: Callable[..., Any]) -> Callable[.
 
 
 def _with_globals(forward: types.FunctionType, changed: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """`forward` as it would run in its module if names there were bound to other functions.
+    """`forward`, and what decorators put around it, as if names in its module were bound to other functions.
 
     The names are bound in a copy of that module, so that other models notice nothing. torch.compile looks globals up by
     the name of their module, hence the entry in `sys.modules`.
     """
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is not None:
+        inner, cells = _with_globals(wrapped, changed), forward.__closure__ or ()
+        rebound = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells)
+        if all(new is old for new, old in zip(rebound, cells, strict=True)):
+            raise Refusal("a decorator hides the forward that calls it")
+        outer = types.FunctionType(
+            forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, rebound
+        )
+        outer.__kwdefaults__ = forward.__kwdefaults__
+        return functools.wraps(inner)(outer)
     module = forward.__globals__["__name__"]
     home = f"{__name__}.{_SHADOW}{module.replace('.', '_')}_{'_'.join(sorted(changed))}"
     shadow = sys.modules.get(home)
