@@ -45,13 +45,13 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
             assert not launch.atomics()
 
 
-def check(launch: Launch, *, wide: bool = True, spills: bool = False) -> None:
+def check(launch: Launch, *, wide: bool = True) -> None:
     assert launch.assembly
     if wide:
         assert launch.vector("ld") == launch.vector("st") == 16
 
 
-@pytest.mark.parametrize("width", [128, 2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("width", [128, 4096, 32768])
 @pytest.mark.parametrize(("dtype", "residual"), [(BF16, True), (F32, False)], ids=str)
 def test_rms_norm(launches: dict[str, Launch], width: int, dtype: torch.dtype, residual: bool) -> None:
     x, weight, rstd = torch.zeros(3, width, dtype=dtype), torch.zeros(width, dtype=dtype), torch.zeros(3)
@@ -63,7 +63,7 @@ def test_rms_norm(launches: dict[str, Launch], width: int, dtype: torch.dtype, r
     check(launches[f"rms_norm_triton._backward{'_wide' if width > 8192 else ''}_kernel"])
 
 
-@pytest.mark.parametrize("width", [1, 33, 130])
+@pytest.mark.parametrize("width", [1, 130])
 def test_rms_norm_of_odd_widths(launches: dict[str, Launch], width: int) -> None:
     x, rstd = torch.zeros(3, width, dtype=F16), torch.zeros(3)
     rms_norm_triton.forward_triton(x, None, None, x, None, rstd, 1e-6, 0.0, False)
@@ -72,7 +72,7 @@ def test_rms_norm_of_odd_widths(launches: dict[str, Launch], width: int) -> None
     check(launches["rms_norm_triton._backward_kernel"], wide=False)
 
 
-@pytest.mark.parametrize("width", [64, 4096, 32768])
+@pytest.mark.parametrize("width", [64, 32768])
 def test_layer_norm(launches: dict[str, Launch], width: int) -> None:
     x, weight, row = torch.zeros(3, width, dtype=BF16), torch.zeros(width, dtype=BF16), torch.zeros(3)
     layer_norm_triton.forward_triton(x, weight, weight, x, row, row, 1e-5, 0.0)
@@ -94,13 +94,11 @@ def test_gated_activation(launches: dict[str, Launch], activation: str, packed: 
 
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_to_half"])
-@pytest.mark.parametrize("size", [128, 96, 80])
+@pytest.mark.parametrize("size", [128, 96])
 def test_rotary(launches: dict[str, Launch], layout: str, inverse: bool, size: int) -> None:
     def heads(number: int) -> Tensor:
         return torch.zeros(2, 5, number, size, dtype=BF16).transpose(1, 2)
 
     cos: Any = torch.zeros(1, 5, 80 if size == 96 and layout != "interleaved_to_half" else size, dtype=BF16)
-    rotary_triton.rotate_triton(
-        [heads(32), heads(8)], [heads(32), heads(8)], cos, cos, layout, False, 1, inverse
-    )
+    rotary_triton.rotate_triton([heads(32), heads(8)], [heads(32), heads(8)], cos, cos, layout, False, 1, inverse)
     check(launches["rotary_triton._rotary_kernel"])
