@@ -57,6 +57,4 @@ def check_floating(**tensors: Tensor | None) -> None:
 
 def check_vector(name: str, vector: Tensor | None, width: int) -> None:
     if vector is not None and vector.shape != (width,):
-        raise ValueError(
-            f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the last size of x"
-        )
+        raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the last size of x")
