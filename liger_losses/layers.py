@@ -7,8 +7,9 @@ gradients of tiled MLPs go through autograd, so that hooks and `torch.autograd.g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -230,7 +231,7 @@ class _TiledMLP(_GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         shards = self.num_shards or max(1, -(-x.shape[-2] // self.hidden_size) if x.dim() > 1 else 1)
-        return tiled_over_tokens(super().forward, x, shards, list(self.parameters()))
+        return tiled_over_tokens(super().forward, x, shards, self)
 
 
 class LigerTiledSwiGLUMLP(_TiledMLP):
@@ -257,7 +258,7 @@ def tiled_over_tokens(
     function: Callable[[Tensor], Tensor],
     x: Tensor,  # [..., H]
     shards: int,
-    parameters: Sequence[Tensor],
+    module: nn.Module,
 ) -> Tensor:
     """`function(x)` for a function of single tokens, on `shards` groups of tokens in turn, recomputed in backward.
 
@@ -267,11 +268,25 @@ def tiled_over_tokens(
         function: Maps `[n, H]` to `[n, H']`, token by token, deterministically.
         x: Any number of leading dimensions.
         shards: Number of groups, at least 1.
-        parameters: Tensors whose gradient `function` contributes to.
+        module: Whose parameters `function` uses.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = _Tiled.apply(function, shards, rows, *parameters)
+    out = _Tiled.apply(function, shards, module, rows, *module.parameters())
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@contextlib.contextmanager
+def _parameters_replaced(module: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
+    """`module` with other tensors in place of `module.parameters()`, in that order."""
+    of = {id(parameter): value for parameter, value in zip(module.parameters(), values, strict=True)}
+    places = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
+    try:
+        for owner, name, parameter in places:
+            cast(dict[str, Any], owner._parameters)[name] = of[id(parameter)]
+        yield
+    finally:
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
 
 
 class _Tiled(torch.autograd.Function):
@@ -287,15 +302,18 @@ class _Tiled(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *parameters = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[2:]
-        wanted = [p for p, need in zip(parameters, needs, strict=True) if need]
+        needs_x, *needs = ctx.needs_input_grad[3:]
+        # Stand-ins: hooks of the parameters themselves are for the whole gradient, not for that of a group.
+        aliases = [p.detach().requires_grad_(need) for p, need in zip(parameters, needs, strict=True)]
+        wanted = [alias for alias in aliases if alias.requires_grad]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
         dx = torch.empty_like(x) if needs_x else None
         device, dtype, enabled = ctx.autocast
         done = 0
         for part, sent in zip(x.chunk(ctx.shards), dy.chunk(ctx.shards), strict=True):
             leaf = part.detach().requires_grad_(needs_x)
-            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+            autocast = torch.autocast(device, dtype=dtype, enabled=enabled)
+            with torch.enable_grad(), autocast, _parameters_replaced(ctx.module, aliases):
                 out = ctx.function(leaf)
             leaves = [leaf, *wanted] if needs_x else wanted
             found = list(torch.autograd.grad(out, leaves, sent, allow_unused=True))

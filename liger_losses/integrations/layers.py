@@ -90,10 +90,14 @@ def fuse_layers(
     for module in model.modules():
         if _is_ours(module):
             continue
-        if norm and _may_be_norm(module):
-            _replace(module, recognise_norm, _norm_forward, known, report, "norm")
-        elif mlp and _may_be_mlp(module):
-            _replace(module, recognise_mlp, _mlp_forward, known, report, "mlp")
+        # A name decides only whether a refusal is worth a line.
+        name = type(module).__name__.lower()
+        called_norm = "norm" in name and not vars(module)["_modules"]
+        called_mlp = name.endswith(("mlp", "experts"))
+        if norm and (_may_be_norm(module) or called_norm):
+            _replace(module, recognise_norm, _norm_forward, known, report, called_norm)
+        elif mlp and (_may_be_mlp(module) or called_mlp):
+            _replace(module, recognise_mlp, _mlp_forward, known, report, called_mlp)
         if rotary:
             _replace_rotary(module, rotations, report)
     return report
@@ -126,7 +130,7 @@ def _replace(
     make: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
     known: dict[Any, Any],
     report: LayerReport,
-    word: str,
+    worth_a_line: bool,
 ) -> None:
     name, key = type(module).__name__, _identity(module)
     if key not in known:
@@ -138,7 +142,7 @@ def _replace(
     if not isinstance(found, Refusal):
         _install(module, make(found, own_forward(module)))
         report.replaced[name, str(found)] += 1
-    elif word in name.lower():  # the name decides only whether it is worth a line
+    elif worth_a_line:
         report.refused[name, str(found)] += 1
 
 
