@@ -291,8 +291,15 @@ def _parameters_replaced(module: nn.Module, values: Sequence[Tensor]) -> Iterato
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[[Tensor], Tensor], shards: int, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.function, ctx.shards = function, shards
+    def forward(
+        ctx: Any,
+        function: Callable[[Tensor], Tensor],
+        shards: int,
+        module: nn.Module,
+        x: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.function, ctx.shards, ctx.module = function, shards, module
         ctx.save_for_backward(x, *parameters)
         device = x.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
