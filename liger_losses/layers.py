@@ -331,12 +331,8 @@ class _Tiled(torch.autograd.Function):
                 if gradient is not None:
                     total += gradient
         summed = iter(sums)
-        return (
-            None,
-            None,
-            dx,
-            *(next(summed).to(p.dtype) if n else None for p, n in zip(parameters, needs, strict=True)),
-        )
+        gradients = (next(summed).to(p.dtype) if need else None for p, need in zip(parameters, needs, strict=True))
+        return None, None, None, dx, *gradients
 
 
 def liger_rotary_pos_emb(
