@@ -1,4 +1,4 @@
-"""Layer kernels beside transformers' own modules, the compiler, torch's operator, liger-kernel, and the bandwidth floor.
+"""Layer kernels beside transformers' code, the compiler, torch's operator, liger-kernel, and the bandwidth floor.
 
 Each case is one layer, forward and backward. The floor is the bytes that the layer must move, each once, over the rate
 of a device copy measured in the same turns. An implementation is timed if its results are as near to fp64 as twice the
