@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default), profile a step (`profile`), write docs/benchmarks.md (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`), profile a step (`profile`), write the page (`report`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import measure, profiling, results
+from . import layers, measure, profiling, results
 from .cases import CASES
 from .ours import IMPLEMENTATIONS
 
@@ -34,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("profile", parents=[shared], help="profile one step and look for synchronisation")
     trace.add_argument("--case", default="dpo-4x2048/llama3-8b", choices=list(CASES), metavar="CASE")
     trace.add_argument("--impl", default="ours (fp32 logits)")
+    layer = commands.add_parser("layers", parents=[shared], help="time the layer kernels")
+    layer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    layer.add_argument("--repeats", type=int, default=measure.REPEATS)
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -92,6 +95,25 @@ def _profile(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 1 if profiling.waits(record["profile"]) else 0
 
 
+def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    # Elsewhere than on a GPU the harness itself is checked, at shapes of a moment.
+    cases = layers.CASES if device.type == "cuda" else layers.TINY
+    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    if not cases:
+        return _refuse("no layer case has such a name")
+    record["settings"] = {"repeats": options.repeats}
+    record["layers"] = []
+    for case in cases:
+        report = layers.run_case(case, layers.IMPLEMENTATIONS, device, options.repeats)
+        record["layers"].append(report)
+        path = results.save(record, options.out, kind="-layers")
+        print(layers.summary(report), flush=True)
+    failures = [failure for report in record["layers"] for failure in layers.failed(report)]
+    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -110,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    command = {"run": _run, "profile": _profile}[options.command]
+    command = {"run": _run, "profile": _profile, "layers": _layers}[options.command]
     return command(options, _record(options, arguments))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import measure, results
+from benchmarks import layers, measure, results
 from benchmarks.__main__ import main
 from benchmarks.cases import CASES, WORKLOADS, Case, Inputs, make_inputs
 from benchmarks.implementations import NAIVE, PEERS, Implementation, Step, from_logprobs, full_logprobs
@@ -167,6 +167,30 @@ def test_what_cannot_run_is_refused(arguments: list[str], tmp_path: Path, capsys
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layers", "--device", "cpu", "--repeats", "2", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert [report["case"] for report in record["layers"]] == [case.name for case in layers.TINY]
+    for report in record["layers"]:
+        ours = report["rows"][-1]
+        assert ours["implementation"] == "ours"
+        assert len(ours["times_ms"]) == 2
+        assert ours["floor_ratio"] == ours["ms"] / report["floor_ms"]
+    assert "% of the floor" in capsys.readouterr().out
+    assert not results.newest(tmp_path)  # a page of its own, not the losses'
+    assert main(["layers", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
+
+
+def test_a_wrong_layer_of_ours_is_not_timed() -> None:
+    wrong = layers.Implementation(
+        "wrong", {"swiglu": lambda: lambda gate, up: 1.02 * layers._hf_swiglu(gate, up)}, ours=True
+    )
+    (row,) = layers.run_case(layers.TINY[1], [wrong], CPU, repeats=1)["rows"]
+    assert row["status"] == "outside the error bound"
+    assert "ms" not in row
 
 
 def test_suites() -> None:

@@ -1,16 +1,22 @@
-"""Tile kernels: one operation a file, a torch twin of each beside its Triton form."""
+"""Tile and layer kernels: one operation a file, a torch twin of each beside its Triton form."""
 
 from __future__ import annotations
 
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .dispatch import implementation
+from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
+from .layer_norm import layer_norm
 from .products import matmul
+from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
+from .rotary import rotary
 from .scaled_cast import scaled_cast
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
 
 __all__ = [
+    "ACTIVATIONS",
+    "CASTING_MODES",
     "DIFFERENTIABLE",
     "DTYPES",
     "INVALID_POSITIVE",
@@ -21,8 +27,14 @@ __all__ = [
     "RowState",
     "bernoulli_tile",
     "fold_tile",
+    "fused_add_rms_norm",
+    "gated_activation",
     "implementation",
+    "layer_norm",
     "matmul",
+    "packed_gated_activation",
+    "rms_norm",
+    "rotary",
     "scaled_cast",
     "tile_gradient",
 ]

@@ -37,9 +37,9 @@ ROWS, COLUMNS = 2, 1000
 class Launch:
     """Stands for a kernel: what the launcher hands over becomes the signature that is compiled."""
 
-    def __init__(self, kernel: Any, block: int) -> None:
+    def __init__(self, kernel: Any, block: int | None) -> None:
         self.kernel = kernel
-        self.block = block
+        self.block = block  # None: the launcher's own
         self.warps = 0
         self.assembly = ""
 
@@ -47,7 +47,8 @@ class Launch:
         return self.launch
 
     def launch(self, *arguments: Any, num_warps: int, **constants: Any) -> None:
-        constants["BLOCK"] = self.block
+        if self.block is not None:
+            constants["BLOCK"] = self.block
         self.warps = num_warps
         names = self.kernel.arg_names
         signature, attributes = dict.fromkeys(constants, "constexpr"), {}
@@ -72,6 +73,7 @@ class Launch:
 
     def best(self, dtype: torch.dtype) -> int:
         """What a thread's share of a block allows, up to 16 bytes."""
+        assert self.block is not None
         return min(16, self.block // (32 * self.warps) * dtype.itemsize)
 
     def atomics(self) -> list[str]:

@@ -1,0 +1,349 @@
+"""What a module computes, found out by running it on small random inputs. Names and classes decide nothing.
+
+A probe runs the class's forward on a shallow copy of the instance, with its own scalars and flags and with random
+parameters (or, for an MLP, small random projections) in place of the trained ones: trained weights may be zero or one
+and tell conventions apart no more. The instance itself is never written to.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_losses.kernels import (
+    ACTIVATIONS,
+    gated_activation,
+    implementation,
+    layer_norm,
+    packed_gated_activation,
+    rms_norm,
+)
+from liger_losses.kernels.rotary import rotary
+
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Refusal(Exception):
+    """Why a module is left alone."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    kind: str  # "rms" or "layer"
+    eps: float
+    offset: float
+    casting_mode: str  # of an RMSNorm
+
+    def __str__(self) -> str:
+        offset = "1 + w" if self.offset else "w"
+        return f"RMSNorm ({offset}, {self.casting_mode})" if self.kind == "rms" else f"LayerNorm ({offset})"
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        offset = 0.0 if weight is None else self.offset
+        if self.kind == "rms":
+            return rms_norm(x, weight, eps=self.eps, offset=offset, casting_mode=self.casting_mode)
+        return layer_norm(x, weight, bias, eps=self.eps, offset=offset)
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Names of the children: `(gate, up, down)`, or `(gate_up, down)` with the gate in the first half."""
+
+    children: tuple[str, ...]
+    activation: str
+
+    def __str__(self) -> str:
+        packed = "packed " if len(self.children) == 2 else ""
+        return f"{packed}gated MLP ({self.activation})"
+
+    def __call__(self, children: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+        *first, down = (children[name] for name in self.children)
+        if len(first) == 1:
+            return down(packed_gated_activation(first[0](x), self.activation))
+        return down(gated_activation(first[0](x), first[1](x), self.activation))
+
+
+@dataclass(frozen=True)
+class Rotary:
+    layout: str
+    table: str  # "full", or "pair": the first half of full-width tables; "narrow": tables of half the width
+    partial: bool  # tables narrower than the heads were tried, and pass the rest of a head on
+    single: bool  # one tensor in, one out
+
+    def __str__(self) -> str:
+        return f"rotary ({self.layout.replace('_', ' ')})"
+
+    def __call__(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads_dim: int) -> Any:
+        if self.table == "pair":
+            cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+        table = "full" if self.table == "full" else "pair"
+        rotated = rotary(q, k, cos, sin, layout=self.layout, table=table, heads_dim=heads_dim)
+        return rotated[0] if self.single else rotated
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The class's forward, of exactly one tensor, not yet replaced on the instance."""
+    if "forward" in vars(module):
+        raise Refusal("its forward is replaced already")
+    forward: Callable[..., Any] = type(module).forward
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if len(parameters) != 1 or parameters[0].kind in (parameters[0].VAR_POSITIONAL, parameters[0].VAR_KEYWORD):
+        raise Refusal("its forward takes more than the hidden states")
+    return forward
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    clone = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(clone)[name] = dict(vars(module)[name])
+    return clone
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _scaled_rows(width: int, dtype: torch.dtype) -> Tensor:
+    """Rows from so small that eps outweighs them to large, each with a mean of its own."""
+    generator = _generator()
+    sizes = torch.tensor([1e-4, 1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
+    count = max(3, 512 // width)  # enough entries for a share of them to mean something
+    rows = torch.randn(5, count, width, generator=generator) + torch.randn(5, count, 1, generator=generator)
+    return (sizes * rows).to(dtype)
+
+
+def recognise_norm(module: nn.Module) -> Norm:
+    """The convention whose results are the module's: with 16-bit RMSNorms to the bit, else to rounding.
+
+    Raises:
+        Refusal: There is none.
+    """
+    forward = own_forward(module)
+    parameters = {name: p for name, p in module.named_parameters(recurse=False)}
+    if not set(parameters) <= {"weight", "bias"}:
+        raise Refusal(f"parameters {sorted(parameters)} are not those of a norm")
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    for parameter in parameters.values():
+        if parameter.dim() != 1:
+            raise Refusal(f"a parameter of shape {tuple(parameter.shape)}")
+        if parameter.dtype not in PLAIN_DTYPES:
+            raise Refusal(f"a parameter of {parameter.dtype}")
+    shape = getattr(module, "normalized_shape", None)
+    width = weight.shape[0] if weight is not None else shape[-1] if isinstance(shape, tuple) else 16
+    candidates = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
+    own = weight.dtype if weight is not None else torch.float32
+    for eps in dict.fromkeys(candidates):
+        for norm in _norms(eps, weight is not None, bias is not None):
+            if all(_same_norm(module, forward, norm, width, *dtypes) for dtypes in _norm_dtypes(own)):
+                return norm
+    raise Refusal("computes none of the known norms")
+
+
+def _norms(eps: float, weighted: bool, biased: bool) -> Iterator[Norm]:
+    for offset in (0.0, 1.0) if weighted else (0.0,):
+        if not biased:
+            yield from (Norm("rms", eps, offset, mode) for mode in ("llama", "gemma", "none"))
+        yield Norm("layer", eps, offset, "")
+
+
+def _norm_dtypes(own: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
+    # Hidden states and weight. Only where these differ, or round, do the conventions part.
+    return list(dict.fromkeys([(torch.bfloat16, torch.bfloat16), (own, own), (torch.bfloat16, torch.float32)]))
+
+
+def _same_norm(
+    module: nn.Module, forward: Callable[..., Any], norm: Norm, width: int, dtype: torch.dtype, kept: torch.dtype
+) -> bool:
+    clone, generator = _clone(module), _generator()
+    x = _scaled_rows(width, dtype)
+    for name, parameter in vars(clone)["_parameters"].items():
+        if parameter is not None:
+            value = torch.randn(width, generator=generator).to(kept)
+            vars(clone)["_parameters"][name] = nn.Parameter(value, requires_grad=False)
+    weight, bias = (vars(clone)["_parameters"].get(name) for name in ("weight", "bias"))
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), implementation("torch"):
+        try:
+            seen = forward(clone, x)
+        except Exception:
+            # torch's LayerNorm takes no weight of another dtype; a mixture is then nothing that can differ.
+            return norm.kind == "layer" and dtype != kept
+        found = norm(x, weight, bias)
+        if not isinstance(seen, Tensor) or seen.shape != found.shape or seen.dtype != found.dtype:
+            return False
+        if norm.kind == "rms":
+            return _same_roundings(found, seen, dtype)
+        return _as_close(found, seen, norm(x.double(), _double(weight), _double(bias)))
+
+
+def _same_roundings(found: Tensor, seen: Tensor, dtype: torch.dtype) -> bool:
+    """Equal to the bit in 16 bits and to a few in fp32, but for the few entries where another way to the square root
+    tips a rounding to `dtype`. Conventions that round elsewhere part in a tenth of the entries and more."""
+    distance = (found.double() - seen.double()).abs()
+    allowed = 0.0 if seen.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps * found.double().abs()
+    tipped = distance > allowed
+    one_rounding = 2 * torch.finfo(dtype).eps * found.double().abs()
+    return bool(tipped.float().mean() <= 0.01) and bool((distance <= allowed + one_rounding).all())
+
+
+def _double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+def _as_close(found: Tensor, seen: Tensor, exact: Tensor) -> bool:
+    """Whether `found` is as near to the truth as `seen` is, and both are near: twice its error and one rounding."""
+    size = exact.abs().amax(-1, keepdim=True)
+    # fp32 shows how a mean was summed, 16 bits do not.
+    rounding = (16 if seen.dtype == torch.float32 else 2) * torch.finfo(seen.dtype).eps * size
+    error, other = (found.double() - exact).abs(), (seen.double() - exact).abs()
+    return bool((error <= 2 * other.amax(-1, keepdim=True) + rounding).all() and (other <= 8 * rounding).all())
+
+
+class _Projection(nn.Linear):
+    """A projection that is not linear: a forward that took the weight instead of calling the module would show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * torch.sin(x).sum(-1, keepdim=True)
+
+
+def _projections(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Children that project: linear layers, quantised or with an adapter too, by name, with their sizes."""
+    found = {}
+    for name, child in module.named_children():
+        sizes = getattr(child, "in_features", None), getattr(child, "out_features", None)
+        if all(isinstance(size, int) for size in sizes):
+            found[name] = sizes
+    return found  # type: ignore[return-value]
+
+
+def recognise_mlp(module: nn.Module) -> MLP:
+    """The roles of the children and the activation with which a gated MLP gives the module's results, in fp64.
+
+    Raises:
+        Refusal: There are none.
+    """
+    forward = own_forward(module)
+    sizes = _projections(module)
+    if not 2 <= len(sizes) <= 3:
+        raise Refusal(f"has {len(sizes)} projections, not the 3 or 2 of a gated MLP")
+    if any(True for _ in module.parameters(recurse=False)):
+        raise Refusal("has parameters of its own")
+    for name, child in module.named_children():
+        if name in sizes:
+            continue
+        if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in child.modules()):
+            raise Refusal("has dropout")
+        if any(True for _ in child.parameters()):
+            raise Refusal(f"{name} has parameters")
+        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in child.modules()):
+            raise Refusal(f"{name} has hooks that would not run")
+    for order in itertools.permutations(sizes):
+        clone = _small_clone(module, sizes, order)
+        if clone is None:
+            continue
+        x = torch.randn(2, 3, _SMALL[0], generator=_generator(), dtype=torch.float64)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), implementation("torch"):
+            seen = []
+            for training in (True, False):
+                clone.training = training
+                try:
+                    seen.append(forward(clone, x))
+                except Exception as error:
+                    raise Refusal(f"could not be tried ({type(error).__name__})") from None
+            for activation in ACTIVATIONS:
+                mlp = MLP(order, activation)
+                found = mlp(dict(clone.named_children()), x)
+                if all(isinstance(s, Tensor) and s.shape == found.shape and _equal(s, found) for s in seen):
+                    return mlp
+    raise Refusal("computes none of the known gated MLPs")
+
+
+_SMALL = 6, 10  # hidden and intermediate size of a probe
+
+
+def _equal(seen: Tensor, found: Tensor) -> bool:
+    return seen.dtype == found.dtype and torch.allclose(seen, found, rtol=1e-10, atol=1e-10)
+
+
+def _small_clone(module: nn.Module, sizes: dict[str, tuple[int, int]], order: tuple[str, ...]) -> nn.Module | None:
+    """A copy with small projections, if the sizes let the children have the roles of `order`."""
+    hidden, middle = _SMALL
+    *first, down = (sizes[name] for name in order)
+    packed = len(first) == 1
+    if any(f != first[0] for f in first) or down[1] != first[0][0] or first[0][1] != down[0] * (2 if packed else 1):
+        return None
+    clone = _clone(module)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        for name in order[:-1]:
+            vars(clone)["_modules"][name] = _Projection(hidden, middle * (2 if packed else 1), dtype=torch.float64)
+        vars(clone)["_modules"][order[-1]] = _Projection(middle, hidden, dtype=torch.float64)
+        for name in order:  # far enough from zero for the activations to part
+            child = vars(clone)["_modules"][name]
+            child.weight.data.normal_()
+    return clone
+
+
+def recognise_rotary(function: Callable[..., Any]) -> Rotary:
+    """The layout with which `function(q, k, cos, sin)` (or of one tensor) is a rotation by the tables.
+
+    Raises:
+        Refusal: There is none.
+    """
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), implementation("torch"):
+        for layout, table, single in itertools.product(
+            ("half", "interleaved", "interleaved_to_half"), ("full", "pair", "narrow"), (False, True)
+        ):
+            candidate = Rotary(layout, table, False, single)
+            if all(_same_rotary(function, candidate, 8, dtype, dim) for dtype in PLAIN_DTYPES for dim in (1, 2)):
+                partial = (
+                    table != "narrow"
+                    and layout != "interleaved_to_half"
+                    and all(
+                        _same_rotary(function, candidate, 4, dtype, dim) for dtype in PLAIN_DTYPES for dim in (1, 2)
+                    )
+                )
+                return Rotary(layout, table, partial, single)
+    raise Refusal("computes none of the known rotations")
+
+
+def _same_rotary(function: Callable[..., Any], candidate: Rotary, width: int, dtype: torch.dtype, dim: int) -> bool:
+    batch, length, size, generator = 2, 5, 8, _generator()
+
+    def heads(number: int) -> Tensor:
+        shape = (batch, number, length, size) if dim == 1 else (batch, length, number, size)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    table = width // 2 if candidate.table == "narrow" else width
+    q, k = heads(3), None if candidate.single else heads(1)
+    cos, sin = torch.randn(2, batch, length, table, generator=generator).to(dtype)
+    tensors = [q] if k is None else [q, k]
+    before = [t.clone() for t in tensors]
+    try:
+        seen = function(*tensors, cos, sin, unsqueeze_dim=dim)
+    except Exception:
+        return False
+    if any(not torch.equal(t, old) for t, old in zip(tensors, before, strict=True)):
+        return False
+    if candidate.single != isinstance(seen, Tensor):
+        return False
+    found = candidate(q, k, cos, sin, dim)
+    exact = candidate(q.double(), None if k is None else k.double(), cos.double(), sin.double(), dim)
+    pairs = [(seen, found, exact)] if candidate.single else list(zip(seen, found, exact, strict=False))
+    # Products are rounded before they are added, some to nothing: the size of a result is that of its terms.
+    return all(
+        s.shape == f.shape
+        and s.dtype == f.dtype
+        and bool(((s.double() - e).abs() <= 4 * torch.finfo(dtype).eps * _terms(e)).all())
+        for s, f, e in pairs
+    )
+
+
+def _terms(exact: Tensor) -> Tensor:
+    return exact.abs().amax().clamp(min=1.0)

@@ -1,0 +1,126 @@
+"""Triton form of `gated_activation`: one program owns one block of one row (of all elements, where rows are dense)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gated_activation import ACTIVATIONS
+from .rows_triton import aligned_size, eight_aligned
+from .tile_statistics_triton import capped_tanh
+
+_BLOCK = 2048
+_WARPS = 8
+
+
+@triton.jit
+def _activation_and_slope(g, ACTIVATION: tl.constexpr):
+    # ACTIVATION is the position in ACTIVATIONS: silu, gelu, gelu_tanh, relu2.
+    if ACTIVATION == 0:
+        sigmoid = tl.sigmoid(g)
+        value, slope = g * sigmoid, sigmoid * (1.0 + g * (1.0 - sigmoid))
+    elif ACTIVATION == 1:
+        normal = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        value, slope = g * normal, normal + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+    elif ACTIVATION == 2:
+        # sqrt(2 / pi) = 0.79788...; 3 * 0.044715 = 0.134145.
+        square = g * g
+        t = capped_tanh(g * (1.0 + 0.044715 * square) * 0.7978845608028654)
+        value = 0.5 * g * (1.0 + t)
+        slope = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * square)
+    else:
+        positive = tl.maximum(g, 0.0)
+        value, slope = positive * positive, 2.0 * positive
+    return value, slope
+
+
+@triton.jit(do_not_specialize=["gate_stride", "up_stride", "width", "blocks"])
+def _forward_kernel(
+    gate_ptr, gate_stride, up_ptr, up_stride, y_ptr, width, blocks,
+    ACTIVATION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    gate_stride, up_stride = aligned_size(gate_stride, ALIGNED), aligned_size(up_stride, ALIGNED)
+    width = aligned_size(width, ALIGNED)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    g = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value, _slope = _activation_and_slope(g, ACTIVATION)
+    tl.store(y_ptr + row * width + column, (value * u).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["dy_stride", "gate_stride", "up_stride", "dgate_stride", "dup_stride", "width", "blocks"]
+)
+def _backward_kernel(
+    dy_ptr, dy_stride, gate_ptr, gate_stride, up_ptr, up_stride, dgate_ptr, dgate_stride, dup_ptr, dup_stride, width,
+    blocks,
+    ACTIVATION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    gate_stride, up_stride = aligned_size(gate_stride, ALIGNED), aligned_size(up_stride, ALIGNED)
+    dgate_stride, dup_stride = aligned_size(dgate_stride, ALIGNED), aligned_size(dup_stride, ALIGNED)
+    dy_stride, width = aligned_size(dy_stride, ALIGNED), aligned_size(width, ALIGNED)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _activation_and_slope(g, ACTIVATION)
+    tl.store(dup_ptr + row * dup_stride + column, (dy * value).to(dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * dgate_stride + column, (dy * u * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+
+
+def _as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Dense rows are one long row: no block is cut short at a row's end."""
+    if all(t.is_contiguous() for t in tensors):
+        return tuple(t.view(1, -1) for t in tensors)
+    return tensors
+
+
+def forward_triton(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> None:
+    gate, up, y = _as_one_row(gate, up, y)
+    rows, width = y.shape
+    blocks = triton.cdiv(width, _BLOCK)
+    with torch.cuda.device_of(y):
+        _forward_kernel[(rows * blocks,)](
+            gate,
+            gate.stride(0),
+            up,
+            up.stride(0),
+            y,
+            width,
+            blocks,
+            ACTIVATION=ACTIVATIONS.index(activation),
+            ALIGNED=eight_aligned(width, gate, up, y),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+
+
+def backward_triton(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+    dy, gate, up, dgate, dup = _as_one_row(dy, gate, up, dgate, dup)
+    rows, width = dy.shape
+    blocks = triton.cdiv(width, _BLOCK)
+    with torch.cuda.device_of(dy):
+        _backward_kernel[(rows * blocks,)](
+            dy,
+            dy.stride(0),
+            gate,
+            gate.stride(0),
+            up,
+            up.stride(0),
+            dgate,
+            dgate.stride(0),
+            dup,
+            dup.stride(0),
+            width,
+            blocks,
+            ACTIVATION=ACTIVATIONS.index(activation),
+            ALIGNED=eight_aligned(width, dy, gate, up, dgate, dup),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )

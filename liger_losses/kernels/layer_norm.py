@@ -1,0 +1,159 @@
+"""LayerNorm: `y = (x - mean) / sqrt(var + eps) * (offset + w) + b` along the last dimension.
+
+The variance is the mean of squared distances from the mean, summed in a second pass over the row: `mean(x^2) - mean^2`
+loses all its digits where the mean is large.
+
+Backward, with `xhat = (x - mean) rstd` and `m = dy (offset + w)`:
+`dx = rstd (m - mean(m) - xhat mean(m xhat))`, `dw = sum_rows dy xhat`, `db = sum_rows dy`. Ba, Kiros and Hinton,
+arXiv:1607.06450.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import use_triton
+from .registration import Operator, check_floating, check_vector, rows_of, wide_dtype
+
+
+def layer_norm(
+    x: Tensor,  # [..., H]
+    weight: Tensor | None = None,  # [H]
+    bias: Tensor | None = None,  # [H]
+    *,
+    eps: float = 1e-5,
+    offset: float = 0.0,
+) -> Tensor:
+    """`(x - mean) / sqrt(var + eps) * (offset + weight) + bias` along the last dimension, in fp32 (fp64 for fp64).
+
+    The result is rounded once, to the dtype of `x`.
+
+    Args:
+        x: `[..., H]`; any width, any strides. Never written to, nor is the gradient that arrives.
+        weight: `[H]`, or None for no weight (`offset` must be 0 then).
+        bias: `[H]`, or None.
+        eps: Added to the (biased) variance.
+        offset: Added to the weight: 1 for Nemotron.
+
+    Raises:
+        ValueError: A shape or option does not fit.
+        TypeError: An input is no floating-point tensor.
+    """
+    check_floating(x=x, weight=weight, bias=bias)
+    if x.dim() == 0:
+        raise ValueError("x: got a scalar, expected [..., H]")
+    check_vector("weight", weight, x.shape[-1])
+    check_vector("bias", bias, x.shape[-1])
+    if weight is None and offset:
+        raise ValueError(f"offset: got {offset} without a weight, expected 0")
+    return _LayerNorm.apply(x, weight, bias, float(eps), float(offset))
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = rows_of(x)
+    wide = wide_dtype(x.dtype)
+    mean, rstd = (torch.empty(rows.shape[0], dtype=wide, device=x.device) for _ in range(2))
+    if x.numel() == 0:
+        return y, mean, rstd
+    if use_triton(x):
+        from .layer_norm_triton import forward_triton
+
+        forward_triton(rows, weight, bias, y.view(rows.shape), mean, rstd, eps, offset)
+        return y, mean, rstd
+    exact = rows.to(wide)
+    mean.copy_(exact.mean(-1))
+    centred = exact - mean.unsqueeze(-1)
+    rstd.copy_(torch.rsqrt(centred.pow(2).mean(-1) + eps))
+    out = centred * rstd.unsqueeze(-1)
+    out = out if weight is None else out * (offset + weight.to(wide))
+    y.view(rows.shape).copy_(out if bias is None else out + bias.to(wide))
+    return y, mean, rstd
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    offset: float,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw, db = _empty_like(weight, needs_weight, x), _empty_like(bias, needs_bias, x)
+    if x.numel() == 0:
+        return dx, dw.zero_(), db.zero_()
+    rows, sent = rows_of(x), rows_of(dy)
+    if use_triton(x):
+        from .layer_norm_triton import backward_triton
+
+        backward_triton(sent, rows, weight, mean, rstd, dx.view(rows.shape), dw if needs_weight else None,
+                        db if needs_bias else None, offset)  # fmt: skip
+        return dx, dw, db
+    wide, scale = rstd.dtype, rstd.unsqueeze(-1)
+    sent, xhat = sent.to(wide), (rows.to(wide) - mean.unsqueeze(-1)) * scale
+    m = sent if weight is None else sent * (offset + weight.to(wide))
+    gradient = m - m.mean(-1, keepdim=True) - xhat * (m * xhat).mean(-1, keepdim=True)
+    dx.view(rows.shape).copy_(scale * gradient)
+    if needs_weight:
+        dw.copy_((sent * xhat).sum(0))
+    if needs_bias:
+        db.copy_(sent.sum(0))
+    return dx, dw, db
+
+
+def _empty_like(parameter: Tensor | None, needed: bool, x: Tensor) -> Tensor:
+    return torch.empty_like(parameter) if needed and parameter is not None else x.new_empty(0)
+
+
+def _fake_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    mean, rstd = (x.new_empty(rows, dtype=wide_dtype(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), mean, rstd
+
+
+def _fake_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, offset: float,
+    needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), _empty_like(weight, needs_weight, x), _empty_like(bias, needs_bias, x)
+
+
+layer_norm_forward = Operator(
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+layer_norm_backward = Operator(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, float offset, "
+    "bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+        y, mean, rstd = layer_norm_forward(x, weight, bias, eps, offset)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dx, dw, db = layer_norm_backward(dy, x, weight, bias, mean, rstd, ctx.offset, needs[1], needs[2])
+        return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None, None, None

@@ -1,0 +1,60 @@
+"""Kernels as operators: one graph node under torch.compile, a plain call otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("liger_losses", "FRAGMENT")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """`liger_losses::name`, without a derivative of its own: an `autograd.Function` calls one forward and one backward.
+
+    A norm takes less time on a device than the dispatcher's detour through Python takes on the host. So plain tensors
+    outside a trace go straight to the implementation, and everything else (tracing, fake tensors, subclasses) through
+    the operator.
+    """
+
+    def __init__(self, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"liger_losses::{name}", fake, lib=_LIBRARY)
+        self.op = getattr(torch.ops.liger_losses, name).default
+        self.implementation = implementation
+
+    def __call__(self, first: Tensor, *others: Any) -> Any:
+        if not torch.compiler.is_compiling() and type(first) in _PLAIN:
+            return self.implementation(first, *others)
+        return self.op(first, *others)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """`[..., H]` as `[rows, H]` with neighbours in memory along H: a view where there is one."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.shape[-1] else tensor.new_empty(0, 0)
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """What to compute in: fp64 where an input is, else fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def check_floating(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a tensor")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, expected a floating-point tensor")
+
+
+def check_vector(name: str, vector: Tensor | None, width: int) -> None:
+    if vector is not None and vector.shape != (width,):
+        raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the last size of x")

@@ -1,0 +1,216 @@
+"""RMSNorm, alone or after adding a residual: `y = x / sqrt(mean(x^2) + eps) * (offset + w)` along the last dimension.
+
+`fused_add_rms_norm` first forms `s = x + residual`, rounded to its dtype, and returns it beside `norm(s)`.
+
+Backward, with `xhat = x rstd` and `m = dy (offset + w)`: `dx = rstd (m - xhat mean(m xhat))`, `dw = sum_rows dy xhat`.
+Only `rstd` (one fp32 number a row) is kept besides the inputs. Zhang and Sennrich, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import use_triton
+from .registration import Operator, check_floating, check_vector, rows_of, wide_dtype
+
+# Where the three conventions in use round; everything else is fp32. llama: `xhat` is rounded to the dtype of `x`, the
+# product has the promoted dtype. gemma: one rounding, to the dtype of `x`. none: one rounding, to the promoted dtype.
+CASTING_MODES = ("llama", "gemma", "none")
+
+
+def rms_norm(
+    x: Tensor,  # [..., H]
+    weight: Tensor | None = None,  # [H]
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` along the last dimension, in fp32 (fp64 for fp64).
+
+    Args:
+        x: `[..., H]`; any width, any strides. Never written to, nor is the gradient that arrives.
+        weight: `[H]`, or None for no weight (`offset` has no meaning then and must be 0).
+        eps: Added to the mean square.
+        offset: Added to the weight: 1 for Gemma.
+        casting_mode: `"llama"` rounds the normalised states to the dtype of `x` before the weight and returns the
+            promoted dtype of both; `"gemma"` rounds once, to the dtype of `x`; `"none"` rounds once, to the promoted
+            dtype.
+
+    Raises:
+        ValueError: A shape or option does not fit.
+        TypeError: An input is no floating-point tensor.
+    """
+    _check(x, weight, offset, casting_mode)
+    normed, _ = _RMSNorm.apply(x, weight, None, float(eps), float(offset), casting_mode)
+    return normed
+
+
+def fused_add_rms_norm(
+    x: Tensor,  # [..., H]
+    residual: Tensor,  # [..., H]
+    weight: Tensor | None = None,  # [H]
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """`s = x + residual`, and `rms_norm(s)`: returns `(normed, s)`, with `x` and the residual read once.
+
+    Arguments and errors are those of `rms_norm`; `residual` has the shape of `x`.
+    """
+    check_floating(residual=residual)
+    _check(x, weight, offset, casting_mode)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual: got shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
+    normed, total = _RMSNorm.apply(x, weight, residual, float(eps), float(offset), casting_mode)
+    return normed, total
+
+
+def _check(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -> None:
+    check_floating(x=x, weight=weight)
+    if x.dim() == 0:
+        raise ValueError("x: got a scalar, expected [..., H]")
+    check_vector("weight", weight, x.shape[-1])
+    if casting_mode not in CASTING_MODES:
+        raise ValueError(f"casting_mode: got {casting_mode!r}, expected one of {CASTING_MODES}")
+    if weight is None and offset:
+        raise ValueError(f"offset: got {offset} without a weight, expected 0")
+
+
+def _out_dtype(x: torch.dtype, weight: Tensor | None, casting_mode: str) -> torch.dtype:
+    return x if weight is None or casting_mode == "gemma" else torch.promote_types(x, weight.dtype)
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y = torch.empty(x.shape, dtype=_out_dtype(total_dtype, weight, casting_mode), device=x.device)
+    rows = rows_of(x)
+    wide = wide_dtype(total_dtype, y.dtype)
+    rstd = torch.empty(rows.shape[0], dtype=wide, device=x.device)
+    total = torch.empty(x.shape if residual is not None else 0, dtype=total_dtype, device=x.device)
+    if x.numel() == 0:
+        return y, total, rstd
+    flat_total = None if residual is None else total.view(rows.shape)
+    flat_residual = None if residual is None else rows_of(residual)
+    if wide != torch.float64 and use_triton(x):
+        from .rms_norm_triton import forward_triton
+
+        forward_triton(rows, flat_residual, weight, y.view(rows.shape), flat_total, rstd, eps, offset,
+                       casting_mode == "llama")  # fmt: skip
+        return y, total, rstd
+    if flat_total is not None and flat_residual is not None:
+        rows = torch.add(rows, flat_residual, out=flat_total)
+    exact = rows.to(wide)
+    rstd.copy_(torch.rsqrt(exact.pow(2).mean(-1) + eps))
+    xhat = exact * rstd.unsqueeze(-1)
+    if casting_mode == "llama":
+        xhat = xhat.to(total_dtype).to(wide)
+    y.view(rows.shape).copy_(xhat if weight is None else xhat * (offset + weight.to(wide)))
+    return y, total, rstd
+
+
+def _backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    casting_mode: str,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return dx, _empty_like(weight, needs_weight, x).zero_()
+    rows = rows_of(x)
+    sent, sent_total = rows_of(dy), None if dtotal is None else rows_of(dtotal)
+    if rstd.dtype != torch.float64 and use_triton(x):
+        from .rms_norm_triton import backward_triton
+
+        dw = backward_triton(sent, sent_total, rows, weight, rstd, dx.view(rows.shape), offset,
+                             casting_mode == "llama", needs_weight)  # fmt: skip
+        return dx, x.new_empty(0) if dw is None else dw
+    wide = rstd.dtype
+    scale = rstd.unsqueeze(-1)
+    sent, xhat = sent.to(wide), rows.to(wide) * scale
+    m = sent if weight is None else sent * (offset + weight.to(wide))
+    gradient = scale * (m - xhat * (m * xhat).mean(-1, keepdim=True))
+    dx.view(rows.shape).copy_(gradient if sent_total is None else gradient + sent_total.to(wide))
+    dw = _empty_like(weight, needs_weight, x)
+    if needs_weight:
+        dw.copy_((sent * (xhat.to(x.dtype).to(wide) if casting_mode == "llama" else xhat)).sum(0))
+    return dx, dw
+
+
+def _empty_like(weight: Tensor | None, needed: bool, x: Tensor) -> Tensor:
+    return torch.empty_like(weight) if needed and weight is not None else x.new_empty(0)
+
+
+def _fake_forward(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y = x.new_empty(x.shape, dtype=_out_dtype(total_dtype, weight, casting_mode))
+    total = x.new_empty(x.shape if residual is not None else 0, dtype=total_dtype)
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    return y, total, x.new_empty(rows, dtype=wide_dtype(total_dtype, y.dtype))
+
+
+def _fake_backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float,
+    casting_mode: str, needs_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), _empty_like(weight, needs_weight, x)
+
+
+rms_norm_forward = Operator(
+    "rms_norm_forward(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, str casting_mode) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+rms_norm_backward = Operator(
+    "rms_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, "
+    "str casting_mode, bool needs_weight) -> (Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, mode: str
+    ) -> tuple[Tensor, Tensor | None]:
+        y, total, rstd = rms_norm_forward(x, weight, residual, eps, offset, mode)
+        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        ctx.offset, ctx.mode = offset, mode
+        ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
+        ctx.set_materialize_grads(False)
+        return y, None if residual is None else total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        x_dtype, residual_dtype = ctx.dtypes
+        needs_weight = ctx.needs_input_grad[1]
+        dw: Tensor | None = None
+        if dy is None:
+            dx = dtotal
+        else:
+            dx, dw = rms_norm_backward(dy, dtotal, x, weight, rstd, ctx.offset, ctx.mode, needs_weight)
+        if dx is None:
+            return None, None, None, None, None, None
+        return (
+            dx.to(x_dtype) if ctx.needs_input_grad[0] else None,
+            dw if needs_weight else None,
+            dx.to(residual_dtype) if residual_dtype is not None and ctx.needs_input_grad[2] else None,
+            None, None, None,
+        )  # fmt: skip
