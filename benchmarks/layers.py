@@ -1,8 +1,9 @@
 """Layer kernels beside transformers' code, the compiler, torch's operator, liger-kernel, and the bandwidth floor.
 
-Each case is one layer, forward and backward. The floor is the bytes that the layer must move, each once, over the rate
-of a device copy measured in the same turns. An implementation is timed if its results are as near to fp64 as twice the
-distance of transformers' own, plus a rounding; ours fails the run if they are not, a peer is flagged.
+Each case is one layer, forward and backward, by the device's time: the host is ahead, as it is in the midst of a
+model's step. The floor is the bytes that the layer must move, each once, over the rate of a device copy measured in the
+same turns. An implementation is timed if its results are as near to fp64 as twice the distance of transformers' own,
+plus a rounding; ours fails the run if they are not, a peer is flagged.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that need a gradient
     elements: int  # moved
     plain: Layer  # as transformers computes it
-    constants: tuple[tuple[int, ...], ...] = ()
+    angles: tuple[int, ...] | None = None  # [1, T, D] of cos and sin
     heads: bool = False  # [B, T, heads, D] in memory, seen as [B, heads, T, D]
 
 
@@ -81,7 +82,7 @@ def _rope(batch: int, length: int, heads: int, kv_heads: int, size: int) -> Case
     shapes = ((batch, length, heads, size), (batch, length, kv_heads, size))
     return Case(
         f"rope {batch} x {length}, {heads} + {kv_heads} heads of {size}", shapes,
-        4 * batch * length * (heads + kv_heads) * size, _hf_rope, ((1, length, size),) * 2, heads=True,
+        4 * batch * length * (heads + kv_heads) * size, _hf_rope, (1, length, size), heads=True,
     )  # fmt: skip
 
 
@@ -146,7 +147,18 @@ def _tensors(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tenso
 
     leaves = [normal(shape) for shape in case.shapes]
     leaves = [leaf.transpose(1, 2) for leaf in leaves] if case.heads else leaves
-    return [leaf.requires_grad_() for leaf in leaves], [normal(shape) for shape in case.constants]
+    constants = []
+    if case.angles is not None:
+        _, length, size = case.angles
+        rates = 10000.0 ** -(torch.arange(0, size, 2, device=device) / size)
+        angles = torch.outer(torch.arange(length, device=device), rates).repeat(1, 2).unsqueeze(0)
+        constants = [angles.cos().bfloat16(), angles.sin().bfloat16()]
+    return [leaf.requires_grad_() for leaf in leaves], constants
+
+
+def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the same strides: some peers write into what they are given, and the next one must not see that."""
+    return [torch.empty_like(t).copy_(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
 
 
 def _step(layer: Layer, leaves: Sequence[Tensor], constants: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
@@ -188,7 +200,8 @@ def run_case(
             continue
         try:
             layer = one.layers[kind]()
-            row["errors"] = _errors(_step(layer, leaves, constants, sent), exact)
+            given = _own(leaves), _own(constants), _own(sent)
+            row["errors"] = _errors(_step(layer, *given), exact)
         except Exception as error:  # one implementation's failure is a result, and must not hide the others'
             row["status"] = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             continue
@@ -196,7 +209,7 @@ def run_case(
             row["status"] = "outside the error bound"
             if one.ours:
                 continue
-        works[one.name] = partial(_step, layer, leaves, constants, sent)
+        works[one.name] = partial(_step, layer, *(_own(tensors) for tensors in (leaves, constants, sent)))
     del exact
     source = torch.empty(max(case.elements // 2, 1), dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
@@ -204,7 +217,7 @@ def run_case(
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(1 + repeats):
         for name, work in works.items():
-            taken = milliseconds(work, device)
+            taken = milliseconds(work, device, host_ahead=True)
             if turn > 0:
                 times[name].append(taken)
     # A copy of half of the elements reads and writes as many as the layer moves.

@@ -143,7 +143,8 @@ def test_the_edges(device: str, norm: Callable[..., Tensor]) -> None:
     for view in (wide[:, ::2, :8], wide[..., ::2], wide.transpose(0, 1)[..., :8], wide[..., 1:9]):
         dense = view.detach().clone().requires_grad_()
         got, want = norm(view, weight), norm(dense, weight)
-        assert torch.equal(got, want)
+        # Other strides may be another compilation, whose sums are as good and not the same.
+        torch.testing.assert_close(got, want)
         gradient = torch.autograd.grad(got.sum(), wide, retain_graph=True)[0]
         assert gradient.count_nonzero() <= view.numel()
         sent = torch.autograd.grad(got, view, torch.ones_like(got))[0]
