@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_st
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
 from ..losses._checks import check_choice, check_flag, check_float_tensor
 from .base import CallOptions, check_head_as
+from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _HEAD = ("_input", "lin_weight", "bias")
 
@@ -155,6 +159,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
     """
 
+    @with_tiling_options
     def __init__(
         self,
         ce_weight: Tensor | None = None,
@@ -172,20 +177,12 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         selection: TokenSelection | None = None,
         temperature: float = 1.0,
         logit_scale: float | None = 1.0,
-        memory_budget: int | None = None,
-        logits_dtype: str = "float32",
-        strategy: str = "auto",
+        **engine: Unpack[TilingOptions],
     ) -> None:
         if accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype: got {accum_dtype}, expected None or torch.float32, which is what is done")
         options = CallOptions(
-            ignore_index=ignore_index,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            memory_budget=memory_budget,
-            logits_dtype=logits_dtype,
-            strategy=strategy,
+            ignore_index=ignore_index, temperature=temperature, softcap=softcap, logit_scale=logit_scale, **engine
         )
         super().__init__(
             ce_weight,
@@ -200,7 +197,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
             selection=selection,
         )
         options.check_separability(self.loss.separability, "a selection")
-        if strategy == "immediate" and reduction == "none":
+        if options.strategy == "immediate" and reduction == "none":
             raise ValueError("strategy: got 'immediate' with reduction='none', expected a deferred strategy")
 
     def forward(
@@ -336,32 +333,19 @@ class LigerFusedLinearBCELoss(torch.nn.Module):
         softcap, logit_scale, temperature: of the logits. memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
     """
 
+    @with_engine_options
     def __init__(
         self,
         reduction: str = "mean",
         ignore_index: int = -100,
-        *,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logit_scale: float | None = 1.0,
-        memory_budget: int | None = None,
-        logits_dtype: str = "float32",
-        strategy: str = "auto",
+        **engine: Unpack[EngineOptions],
     ) -> None:
         super().__init__()
         check_choice("reduction", reduction, ("mean", "sum", "none"))
-        if strategy == "immediate" and reduction == "none":
-            raise ValueError("strategy: got 'immediate' with reduction='none', expected a deferred strategy")
         self.reduction = reduction
-        self.options = CallOptions(
-            ignore_index=ignore_index,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            memory_budget=memory_budget,
-            logits_dtype=logits_dtype,
-            strategy=strategy,
-        )
+        self.options = CallOptions(ignore_index=ignore_index, **engine)
+        if self.options.strategy == "immediate" and reduction == "none":
+            raise ValueError("strategy: got 'immediate' with reduction='none', expected a deferred strategy")
 
     def forward(
         self,

@@ -12,7 +12,8 @@ from ..chunked import ScoredTokens
 from ..losses import ReferenceFreeLoss
 from ..losses._checks import check_shape
 from .base import check_head_as, check_rows
-from .reference_free import METRICS, EngineOptions, ReferenceFreeModule, with_engine_options
+from .engine_options import EngineOptions, with_engine_options
+from .reference_free import METRICS, ReferenceFreeModule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from ..losses import GRPOLoss
 from ..losses._checks import check_choice, check_flag, check_shape
 from ..losses.policy_types import POLICY_TYPES
 from .base import CallOptions, Reference, fused_loss
+from .engine_options import TilingOptions, with_tiling_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _IGNORE = -100
 # The loss's inputs, by what `forward` calls them.
@@ -53,6 +57,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
     """
 
+    @with_tiling_options
     def __init__(
         self,
         beta: float = 0.04,
@@ -90,9 +95,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         logit_scale: float | None = 1.0,
         ref_softcap: float | None = None,
         ref_logit_scale: float | None = None,
-        memory_budget: int | None = None,
-        logits_dtype: str = "float32",
-        strategy: str = "auto",
+        **engine: Unpack[TilingOptions],
     ) -> None:
         super().__init__()
         check_flag("compiled", compiled)
@@ -140,10 +143,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             logit_scale=logit_scale,
             ref_softcap=ref_softcap,
             ref_logit_scale=ref_logit_scale,
-            memory_budget=memory_budget,
-            logits_dtype=logits_dtype,
-            strategy=strategy,
             chunk_size=chunk_size,
+            **engine,
         )
         self.options.check_separability(self.loss.separability, f"top_entropy_quantile={top_entropy_quantile}")
         self.options.check_reference(use_ref_model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from ..losses import DPOLoss
 from ..losses._checks import check_flag
 from ..losses.pairs import pair_count
 from .base import CallOptions, Reference, check_rows, fused_loss
+from .engine_options import ReferenceOptions, with_reference_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LigerFusedLinearDPOLoss(torch.nn.Module):
@@ -43,6 +48,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
     """
 
+    @with_reference_options
     def __init__(
         self,
         ignore_index: int = -100,
@@ -62,14 +68,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         f_alpha: float = 0.5,
         ld_alpha: float | None = None,
         use_weighting: bool = False,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logit_scale: float | None = 1.0,
-        ref_softcap: float | None = None,
-        ref_logit_scale: float | None = None,
-        memory_budget: int | None = None,
-        logits_dtype: str = "float32",
-        strategy: str = "auto",
+        **engine: Unpack[ReferenceOptions],
     ) -> None:
         super().__init__()
         check_flag("compiled", compiled)
@@ -91,15 +90,8 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         )
         self.options = CallOptions(
             ignore_index=ignore_index,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            ref_softcap=ref_softcap,
-            ref_logit_scale=ref_logit_scale,
-            memory_budget=memory_budget,
-            logits_dtype=logits_dtype,
-            strategy=strategy,
             chunk_size=chunk_size,
+            **engine,
         )
         self.options.check_separability(self.loss.separability, f"loss_type {', '.join(self.loss.type_names)}")
         self.options.check_reference(use_ref_model)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +11,10 @@ from ..chunked import ScoredTokens
 from ..losses import ReferenceFreeLoss
 from ..losses._checks import check_choice, check_flag
 from .base import CallOptions, check_rows, fused_loss
+from .engine_options import EngineOptions, with_engine_options
 
 if TYPE_CHECKING:
-    from typing_extensions import ParamSpec, Unpack
-
-    P = ParamSpec("P")
+    from typing_extensions import Unpack
 
 METRICS = (
     "chosen_logps",
@@ -29,41 +25,6 @@ METRICS = (
     "chosen_rewards",
     "rejected_rewards",
 )
-
-
-class EngineOptions(TypedDict, total=False):
-    """Keyword-only options of every module of this file, of `liger_losses.fused_linear_loss`."""
-
-    temperature: float
-    softcap: float | None
-    logit_scale: float | None
-    memory_budget: int | None
-    logits_dtype: str
-    strategy: str
-
-
-def with_engine_options(init: Callable[P, None]) -> Callable[P, None]:
-    """`init`, whose `**engine` are `EngineOptions`: its signature shows them one by one, and others are refused."""
-    signature = inspect.signature(init)
-    engine = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=getattr(CallOptions, name),
-            annotation=CallOptions.__annotations__[name],
-        )
-        for name in EngineOptions.__annotations__
-    ]
-    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown = signature.replace(parameters=[*named, *engine])
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        shown.bind(*args, **kwargs)
-        init(*args, **kwargs)
-
-    checked.__signature__ = shown  # type: ignore[attr-defined]
-    return checked
 
 
 class ReferenceFreeModule(torch.nn.Module):

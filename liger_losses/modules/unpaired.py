@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from ..chunked import ScoredTokens
 from ..losses._checks import check_flag, check_float_tensor
 from ..losses.unpaired import BCOLoss, KTOLoss, UnpairedLoss, check_labels, running_mean
 from .base import CallOptions, Reference, check_rows, fused_loss
+from .engine_options import ReferenceOptions, with_reference_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _UnpairedModule(torch.nn.Module):
@@ -99,6 +103,7 @@ class LigerFusedLinearKTOLoss(_UnpairedModule):
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
     """
 
+    @with_reference_options
     def __init__(
         self,
         ignore_index: int = -100,
@@ -111,14 +116,7 @@ class LigerFusedLinearKTOLoss(_UnpairedModule):
         loss_type: str = "kto",
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logit_scale: float | None = 1.0,
-        ref_softcap: float | None = None,
-        ref_logit_scale: float | None = None,
-        memory_budget: int | None = None,
-        logits_dtype: str = "float32",
-        strategy: str = "auto",
+        **engine: Unpack[ReferenceOptions],
     ) -> None:
         check_flag("use_ref_model", use_ref_model)
         loss = KTOLoss(
@@ -131,15 +129,8 @@ class LigerFusedLinearKTOLoss(_UnpairedModule):
         )
         options = CallOptions(
             ignore_index=ignore_index,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            ref_softcap=ref_softcap,
-            ref_logit_scale=ref_logit_scale,
-            memory_budget=memory_budget,
-            logits_dtype=logits_dtype,
-            strategy=strategy,
             chunk_size=chunk_size,
+            **engine,
         )
         super().__init__(loss, options, compiled=compiled, name=f"loss_type {loss_type}")
 
@@ -212,6 +203,7 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
     running_mean: Tensor
     running_count: Tensor
 
+    @with_reference_options
     def __init__(
         self,
         ignore_index: int = -100,
@@ -222,14 +214,7 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
         chunk_size: int = 1,
         *,
         shift_includes_batch: bool = True,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logit_scale: float | None = 1.0,
-        ref_softcap: float | None = None,
-        ref_logit_scale: float | None = None,
-        memory_budget: int | None = None,
-        logits_dtype: str = "float32",
-        strategy: str = "auto",
+        **engine: Unpack[ReferenceOptions],
     ) -> None:
         check_flag("use_ref_model", use_ref_model)
         loss = BCOLoss(
@@ -240,15 +225,8 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
         )
         options = CallOptions(
             ignore_index=ignore_index,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            ref_softcap=ref_softcap,
-            ref_logit_scale=ref_logit_scale,
-            memory_budget=memory_budget,
-            logits_dtype=logits_dtype,
-            strategy=strategy,
             chunk_size=chunk_size,
+            **engine,
         )
         super().__init__(loss, options, compiled=compiled, name=f"shift_includes_batch={shift_includes_batch}")
         self.register_buffer("running_mean", torch.zeros((), dtype=torch.float64))
