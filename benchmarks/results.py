@@ -63,11 +63,16 @@ def save(record: dict[str, Any], folder: Path, kind: str = "") -> Path:
 
 
 def newest(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest benchmark record of each device (profiles are not benchmarks)."""
+    """The newest record of each device and kind of benchmark (profiles are not benchmarks), losses before layers."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     records.sort(key=lambda record: record["environment"]["date"])
-    found = {record["environment"]["device"]: record for record in records if "cases" in record}
-    return [found[device] for device in sorted(found)]
+    found = {
+        (record["environment"]["device"], kind): record
+        for kind in ("cases", "layers")
+        for record in records
+        if kind in record
+    }
+    return [found[key] for key in sorted(found)]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -97,6 +102,32 @@ def table(report: dict[str, Any]) -> list[str]:
         cells += [_number(row.get("errors", {}).get(key), ".1e") for key in ("logprob", "loss", "hidden", "weight")]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+LAYER_COLUMNS = ("implementation", "ms", "% of the floor", "largest error")
+LAYER_HEADER = (f"| {' | '.join(LAYER_COLUMNS)} |", "|---" + "|--:" * (len(LAYER_COLUMNS) - 1) + "|")
+
+
+def layer_table(report: dict[str, Any]) -> list[str]:
+    """One layer as a Markdown table, its floor above it."""
+    lines = [f"Floor: **{report['floor_ms']:.3f} ms**, a copy at {report['copy_tb_s']:.2f} TB/s", "", *LAYER_HEADER]
+    for row in report["rows"]:
+        name = row["implementation"] + ("" if row["status"] == "ok" else f": {row['status']}".replace("|", "/"))
+        share = 100 / row["floor_ratio"] if "ms" in row else None
+        error = max(row["errors"]) if "errors" in row else None
+        cells = [name, _number(row.get("ms"), ".3f"), _number(share, ".0f"), _number(error, ".1e")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+LAYER_LEGEND = """\
+One layer, forward and backward, bf16. Times are medians of {repeats} repeats, all implementations taking turns, of the
+device alone: the host is kept ahead, as it is in the midst of a model's step. (Alone and eager, a call is bound by the
+host: launching a Triton kernel through autograd takes it longer than torch's own operator.)
+
+- *floor*: the bytes that the layer must move, each once, at the rate of a device copy timed in the same turns.
+- *largest error*: of a result or a gradient against fp64 (Frobenius norm, relative).
+"""
 
 
 LEGEND = """\
@@ -129,9 +160,12 @@ def page(records: Iterable[dict[str, Any]]) -> str:
             f"`{record['command']}` at commit `{where['commit']}`;",
         ]
         lines += [f"driver {where['driver']}, CUDA {where['cuda']}, Python {where['python']}, {versions}."]
-        lines += ["", LEGEND.format(**record["settings"]).rstrip()]
-        for report in record["cases"]:
+        legend = LEGEND if "cases" in record else LAYER_LEGEND
+        lines += ["", legend.format(**record["settings"]).rstrip()]
+        for report in record.get("cases", []):
             lines += ["", f"### {report['title']}", "", *table(report)]
+        for report in record.get("layers", []):
+            lines += ["", f"### {report['case']}", "", *layer_table(report)]
     return "\n".join(lines) + "\n"
 
 

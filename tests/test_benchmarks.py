@@ -147,7 +147,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert str(tmp_path) not in text + path.read_text()
 
 
-def test_newest_takes_one_record_a_device_and_no_profile(tmp_path: Path) -> None:
+def test_newest_takes_one_record_a_device_and_kind_and_no_profile(tmp_path: Path) -> None:
     def write(device: str, date: str, key: str) -> None:
         results.save(
             {"environment": {"device": device, "date": date}, key: date}, tmp_path, "" if key == "cases" else "-p"
@@ -180,7 +180,11 @@ def test_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert len(ours["times_ms"]) == 2
         assert ours["floor_ratio"] == ours["ms"] / report["floor_ms"]
     assert "% of the floor" in capsys.readouterr().out
-    assert not results.newest(tmp_path)  # a page of its own, not the losses'
+    page = tmp_path / "page.md"
+    assert main(["report", str(path), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert all(f"### {case.name}" in text for case in layers.TINY)
+    assert "| ours |" in text
     assert main(["layers", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
 
 
