@@ -43,19 +43,32 @@ def _function(
     leading = order.split()
     positional = [known[n].replace(name=n, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in leading]
     rest = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for n, p in known.items() if n not in leading]
-    signature = inspect.Signature([*positional, *rest])
+    required = tuple(n for n, p in known.items() if p.default is p.empty)
+    of_forward, names = tuple(tensors), tuple(known)
 
+    # Bound by hand: torch.compile does not follow inspect.
     def function(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{name}() {error}") from None
-        options = defaults | {n: value for n, value in given.items() if n not in tensors}
-        return module(**options)(**{weight if n == "weight" else n: given[n] for n in tensors if n in given})
+        if len(args) > len(leading):
+            raise TypeError(f"{name}() too many positional arguments: got {len(args)}, expected {len(leading)} at most")
+        given = dict(zip(leading, args, strict=False))
+        for argument in kwargs:
+            if argument in given:
+                raise TypeError(f"{name}() multiple values for argument {argument!r}")
+            if argument not in names:
+                raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
+        given.update(kwargs)
+        for argument in required:
+            if argument not in given:
+                raise TypeError(f"{name}() missing a required argument: {argument!r}")
+        options = {**defaults, **{n: value for n, value in given.items() if n not in of_forward}}
+        return module(**options)(**{weight if n == "weight" else n: given[n] for n in of_forward if n in given})
 
     function.__name__ = function.__qualname__ = name
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    function.__doc__ = f"`{module.__name__}` as a function; it returns and raises what the module does."
+    function.__signature__ = inspect.Signature([*positional, *rest])  # type: ignore[attr-defined]
+    function.__doc__ = (
+        f"`{module.__name__}` as a function; it returns and raises what the module does.\n\n"
+        "Each call makes the module anew: what a module keeps from call to call, a function does not."
+    )
     return function
 
 

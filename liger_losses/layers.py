@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .kernels import (
     CASTING_MODES,
+    differentiable_once,
     fused_add_rms_norm,
     gated_activation,
     layer_norm,
@@ -306,7 +307,7 @@ class _Tiled(torch.autograd.Function):
         return torch.cat([function(part) for part in x.chunk(shards)])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *parameters = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[3:]

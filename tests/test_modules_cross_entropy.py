@@ -398,3 +398,17 @@ def test_options_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="inputs: got weights, expected names out of"):
         fused_linear_loss(CrossEntropyLoss(), hidden.unsqueeze(0), weight, target.unsqueeze(0),
                           inputs={"weights": torch.ones(1, ROWS)})  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, -3, True, torch.tensor(0), torch.tensor(-3.0), float("nan")])
+def test_a_count_is_above_zero(count: Any) -> None:
+    weight, hidden, target, bias = tensors()
+    with pytest.raises((TypeError, ValueError), match="num_items_in_batch: got"):
+        LigerFusedLinearCrossEntropyLoss()(weight, hidden, target, bias, num_items_in_batch=count)
+
+
+def test_one_temperature_for_a_call() -> None:
+    weight, hidden, target, bias = tensors()
+    want = LigerFusedLinearCrossEntropyLoss(temperature=0.5)(weight, hidden, target, bias)
+    assert torch.equal(LigerFusedLinearCrossEntropyLoss()(weight, hidden, target, bias, temperature=0.5), want)
+    assert torch.equal(functional.liger_fused_linear_cross_entropy(hidden, weight, target, bias, temperature=0.5), want)

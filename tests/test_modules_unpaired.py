@@ -338,6 +338,27 @@ def test_bco(options: dict, strategy: str, includes: bool) -> None:
         assert module.running_count == ROWS * (step + 1)
 
 
+def test_bco_forgets_no_good_batch_over_a_bad_one() -> None:
+    """fp16 that overflowed gives NaN for that batch alone: a gradient scaler skips its step, and no buffer skips back."""
+    module = LigerFusedLinearBCOLoss(use_ref_model=False)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4, 6, 8, generator=generator), torch.randn(11, 8, generator=generator)
+    target, labels = torch.randint(0, 11, (4, 6), generator=generator), torch.tensor([True, False, True, False])
+    module(hidden, weight, target, None, labels)
+    kept = module.running_mean.clone(), module.running_count.clone()
+    assert module(hidden * float("nan"), weight, target, None, labels)[0].isnan()
+    assert torch.equal(module.running_mean, kept[0])
+    assert torch.equal(module.running_count, kept[1])
+    assert module(hidden, weight, target, None, labels)[0].isfinite()
+
+
+def test_bco_buffers_can_be_made_without_memory() -> None:
+    module = LigerFusedLinearBCOLoss().to("meta").to_empty(device="cpu")
+    module.reset_parameters()
+    assert module.running_mean == 0
+    assert module.running_count == 0
+
+
 def test_bco_running_mean() -> None:
     first, second = make_case(seed=3), make_case(seed=4)
     module = LigerFusedLinearBCOLoss(beta=0.3)

@@ -60,7 +60,7 @@ RIGHT = [
 
 @pytest.mark.parametrize(("loss", "inputs"), RIGHT, ids=[str(loss) for loss, _ in RIGHT])
 def test_losses_that_are_right(loss: Any, inputs: Any) -> None:
-    assert_fused_matches_unfused(loss, inputs=inputs)
+    assert_fused_matches_unfused(loss, inputs=inputs, masks_statistics=True)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_every_strategy_is_run_and_long_rows_are_streamed(monkeypatch: pytest.Mo
 
 def test_strategies_of_a_loss() -> None:
     def of(loss: Any, *trainable: str) -> set[str]:
-        return set(_Runner(loss, None, 4, 5, "cpu", 0).strategies(trainable))
+        return set(_Runner(loss, None, 4, 5, False, "cpu", 0).strategies(trainable))
 
     assert of(ToyLoss("pair"), "hidden", "weight") == {"auto", "immediate", "cached", "recompute"}
     assert of(ToyLoss("pair"), "hidden") == {"auto", "immediate", "cached", "recompute", "frozen"}
@@ -279,7 +279,13 @@ def bonus(rows: int, tokens: int, generator: torch.Generator) -> dict[str, Tenso
 )  # fmt: skip
 def test_wrong_losses_are_caught(loss: Right, inputs: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        assert_fused_matches_unfused(loss, inputs=inputs)
+        assert_fused_matches_unfused(loss, inputs=inputs, masks_statistics=True)
+
+
+@pytest.mark.parametrize("loss", [ReadsMasked(), MultipliesByTheMask()], ids=lambda loss: type(loss).__name__)
+def test_the_engine_hands_over_zeros_where_nothing_is_scored(loss: Right) -> None:
+    """Which is enough for a loss that is called by nothing else."""
+    assert_fused_matches_unfused(loss)
 
 
 def test_the_right_one_they_depart_from() -> None:

@@ -132,7 +132,8 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError: before any work, for tensors that do not fit together or options without a meaning. A
             target outside `[0, V)` raises where it can be read without waiting (on the CPU, outside torch.compile), and
-            is NaN elsewhere. NotImplementedError for forward-mode derivatives.
+            is NaN elsewhere. NotImplementedError for forward-mode derivatives; second derivatives and torch.func
+            transforms are not supported, and raise.
 
     Note:
         Under autocast the products run in the autocast dtype, otherwise in the lower of the two inputs'. Gradients come
@@ -147,7 +148,7 @@ def linear_logprobs(
     prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     tensors = check_head_tensors(
         HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
-        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
+        names, prepared.shape, weight.shape[0], weight.device, prepared.targets, ignore_index,
     )  # fmt: skip
     transform = make_transform(logit_scale, softcap, temperature)
     if not wanted:
@@ -183,8 +184,9 @@ def fused_linear_loss(
 
     `loss` is an object that follows `liger_losses.chunked.Loss`: a function of statistics, and the smallest unit
     whose contribution needs no other. Separable losses take 3 products of `2 N H V` FLOPs, 2 with a frozen head, N
-    being the scored tokens; the value and gradients are those of the same object called on unfused statistics (of which
-    `logprob`, `entropy` and `lse` carry a gradient; the others are numbers to report or to weight with).
+    being the scored tokens (a unit larger than a tile is projected again but for its last tile). The value and its
+    gradients are those of the same object called on unfused statistics, of which `logprob`, `entropy`, `lse` and
+    `mean_logprob` carry a gradient; the others are numbers to report or to weight with.
 
     Args:
         loss: see `liger_losses.chunked.Loss`.
@@ -227,7 +229,7 @@ def fused_linear_loss(
     names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
     tensors = check_head_tensors(
         HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
-        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
+        names, prepared.shape, weight.shape[0], weight.device, prepared.targets, ignore_index,
     )  # fmt: skip
     transform = make_transform(logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
@@ -330,9 +332,14 @@ class _Prepared:
         scored.check_range(self.weight.shape[0])
         return scored
 
+    @property
+    def targets(self) -> Tensor:
+        """As they were given."""
+        return self._target.target if isinstance(self._target, ScoredTokens) else self._target
+
     def target_tensor(self) -> Tensor:
         """The targets `[R, T]`, for the traced path."""
-        target = self._target.target if isinstance(self._target, ScoredTokens) else self._target
+        target = self.targets
         return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device, torch.int64)
 
 

@@ -48,9 +48,13 @@ def check_head_tensors(
     shape: torch.Size,  # of the tokens
     vocab_size: int,
     device: torch.device,
+    target: Tensor,  # of the tokens
     ignore_index: int,
 ) -> HeadTensors:
-    """The tensors of a call, checked, flat, on the head's device. Raises before any work, naming the argument."""
+    """The tensors of a call, checked, flat, on the head's device. Raises before any work, naming the argument.
+
+    What they hold where `target` is ignored is not looked at.
+    """
     temperature, columns, positives = given.temperature, given.column_weights, given.positives
     for name, tensor, expected in (
         ("temperature", temperature, tuple(shape)),
@@ -58,6 +62,8 @@ def check_head_tensors(
     ):
         if tensor is not None:
             _check_constant(name, tensor, expected)
+    if temperature is not None:
+        temperature = _checked_temperature(temperature, target, ignore_index)
     if columns is not None and "mean_logprob" not in names:
         raise ValueError(
             f"column_weights: got a tensor, expected None: mean_logprob is not among the statistics {names}"
@@ -71,7 +77,7 @@ def check_head_tensors(
             raise ValueError(
                 f"positives: got a tensor, but labels that exclude nothing have a logprob only, not {names}"
             )
-        positives = _canonical_positives(positives, shape, vocab_size, device, ignore_index)
+        positives = _canonical_positives(positives, shape, vocab_size, device, target, ignore_index)
     return HeadTensors(temperature, columns, positives)
 
 
@@ -83,15 +89,21 @@ def _check_constant(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
     if tensor.requires_grad:
         raise ValueError(f"{name}: got a tensor that requires a gradient, expected a constant (detach it)")
-    if name == "temperature" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+
+
+def _checked_temperature(temperature: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """With 1 where nothing is scored."""
+    scored = target.to(temperature.device).reshape(temperature.shape) != ignore_index
+    if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
         # On an accelerator reading it would wait; there a bad temperature shows as NaN or infinity.
-        wrong = ~((tensor > 0) & torch.isfinite(tensor))
+        wrong = scored & ~((temperature > 0) & torch.isfinite(temperature))
         if bool(wrong.any()):
-            raise ValueError(f"temperature: got {tensor[wrong][0].item()}, expected finite numbers > 0")
+            raise ValueError(f"temperature: got {temperature[wrong][0].item()}, expected finite numbers > 0")
+    return torch.where(scored, temperature, 1)
 
 
 def _canonical_positives(
-    positives: Tensor, shape: torch.Size, vocab_size: int, device: torch.device, ignore_index: int
+    positives: Tensor, shape: torch.Size, vocab_size: int, device: torch.device, target: Tensor, ignore_index: int
 ) -> Tensor:
     """`[N, P]`, every label once, -1 where there is none."""
     if not isinstance(positives, Tensor):
@@ -99,7 +111,8 @@ def _canonical_positives(
     check_integer("positives", positives)
     if positives.shape[:-1] != shape:
         raise ValueError(f"positives: got shape {tuple(positives.shape)}, expected {(*shape, 'labels a token')}")
-    absent = positives == ignore_index
+    unscored = target.to(positives.device).reshape(shape) == ignore_index
+    absent = (positives == ignore_index) | unscored.unsqueeze(-1)
     wrong = ~absent & ((positives < 0) | (positives >= vocab_size))
     if positives.device.type == "cpu" and not torch.compiler.is_compiling() and bool(wrong.any()):
         raise ValueError(
@@ -108,7 +121,7 @@ def _canonical_positives(
         )
     # On an accelerator a label out of range makes its token's log-probability NaN.
     labels = positives.to(torch.int64).masked_fill(absent, -1).masked_fill(wrong, INVALID_POSITIVE)
-    labels = labels.reshape(-1, positives.shape[-1]).sort(-1).values
+    labels = labels.reshape(shape.numel(), positives.shape[-1]).sort(-1).values
     repeated = torch.zeros_like(labels, dtype=torch.bool)
     repeated[:, 1:] = labels[:, 1:] == labels[:, :-1]
     return labels.masked_fill(repeated & (labels >= 0), -1).to(device)

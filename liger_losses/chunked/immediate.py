@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..kernels import DIFFERENTIABLE, DTYPES, BernoulliState, Emit, RowState, scaled_cast
+from ..kernels import DIFFERENTIABLE, DTYPES, BernoulliState, Emit, RowState, differentiable_once, scaled_cast
 from .deferred import finish_weight_gradient
 from .loss import Loss, check_result, differentiable_statistics, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
@@ -159,7 +158,7 @@ class ImmediateFunction(torch.autograd.Function):
         return (tiles.value(), *extra)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return None, None, None, None

@@ -60,7 +60,7 @@ def logit_statistics(
     shape = target.shape
     tensors = check_head_tensors(
         HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights), statistics, shape,
-        logits.shape[-1], logits.device, ignore_index,
+        logits.shape[-1], logits.device, target, ignore_index,
     )  # fmt: skip
     transform = make_transform(logit_scale, softcap, temperature)
     rows = logits.reshape(-1, logits.shape[-1])

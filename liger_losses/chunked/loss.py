@@ -23,6 +23,9 @@ class Loss(Protocol):
     checks its inputs, brings them to a first dimension of rows (for token losses to `[R, T, ...]`) and adds what
     follows from the batch and not from the statistics, such as a weight per token.
 
+    Statistics are 0 where nothing is scored, and no gradient from there is used; inputs hold there what the caller
+    gave, which must reach nothing: mask it before anything else is done with it.
+
     Contributions add up: called on disjoint sets of whole units that make up the batch, the returned scalars sum to the
     loss. Normalise with `totals`, which are taken over the whole batch, never with what is counted inside the call.
     """

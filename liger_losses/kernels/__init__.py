@@ -7,6 +7,7 @@ from .dispatch import implementation
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .layer_norm import layer_norm
 from .products import matmul
+from .registration import differentiable_once
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
@@ -26,6 +27,7 @@ __all__ = [
     "LogitTransform",
     "RowState",
     "bernoulli_tile",
+    "differentiable_once",
     "fold_tile",
     "fused_add_rms_norm",
     "gated_activation",

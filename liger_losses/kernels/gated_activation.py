@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, rows_of, wide_dtype
+from .registration import Operator, check_floating, differentiable_once, rows_of, wide_dtype
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -159,7 +159,7 @@ class _Gated(torch.autograd.Function):
         return gated_activation_forward(gate, up, activation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate, dup = gated_activation_backward(dy, gate, up, ctx.activation)

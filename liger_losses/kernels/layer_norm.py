@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, check_vector, rows_of, wide_dtype
+from .registration import Operator, check_floating, check_vector, differentiable_once, rows_of, wide_dtype
 
 
 def layer_norm(
@@ -151,7 +151,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad

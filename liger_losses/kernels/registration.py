@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError("second derivatives are not supported: this gradient has no derivative of its own")
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` without a derivative: differentiating what it returned raises, whatever the upstream gradient is.
+
+    (torch's `once_differentiable` raises only where the upstream gradient itself requires one; elsewhere a gradient
+    penalty would silently contribute nothing.)
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *upstream: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *upstream)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+
+        def sealed(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            out: Tensor = _Undifferentiable.apply(gradient.detach().requires_grad_())
+            return out
+
+        return tuple(map(sealed, found)) if isinstance(found, tuple) else sealed(found)
+
+    return wrapped
+
 
 _LIBRARY = torch.library.Library("liger_losses", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)

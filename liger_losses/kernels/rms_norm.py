@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, check_vector, rows_of, wide_dtype
+from .registration import Operator, check_floating, check_vector, differentiable_once, rows_of, wide_dtype
 
 # Where the three conventions in use round; everything else is fp32. llama: `xhat` is rounded to the dtype of `x`, the
 # product has the promoted dtype. gemma: one rounding, to the dtype of `x`. none: one rounding, to the promoted dtype.
@@ -196,7 +196,7 @@ class _RMSNorm(torch.autograd.Function):
         return y, None if residual is None else total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         x_dtype, residual_dtype = ctx.dtypes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, wide_dtype
+from .registration import Operator, check_floating, differentiable_once, wide_dtype
 
 LAYOUTS = ("half", "interleaved", "interleaved_to_half")
 TABLES = ("full", "pair")
@@ -153,7 +153,7 @@ class _Rotary(torch.autograd.Function):
         return rotated_q, None if k is None else rotated_k
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         found: list[Tensor | None]

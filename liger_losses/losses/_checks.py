@@ -20,6 +20,20 @@ def check_number(
         raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
 
 
+def check_count(name: str, value: object) -> Tensor:
+    """`value`, a whole step's count of tokens, as a tensor without dimensions; > 0 where that can be read."""
+    if isinstance(value, Tensor):
+        check_shape(name, value, ())
+        if value.dtype == torch.bool or value.is_complex():
+            raise TypeError(f"{name}: got {value.dtype}, expected a number")
+        readable = value.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and not value.item() > 0:
+            raise ValueError(f"{name}: got {value.item()}, expected > 0")
+        return value
+    check_number(name, value, above=0)
+    return torch.as_tensor(value)
+
+
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected True or False")

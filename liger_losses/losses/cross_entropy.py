@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_flag, check_float_tensor, check_mask, check_number
+from ._checks import check_choice, check_count, check_flag, check_float_tensor, check_mask, check_number
 from .selection import TokenSelection
 
 REDUCTIONS = ("mean", "sum")
@@ -54,7 +54,7 @@ def cross_entropy_loss(
     inputs = {"token_weights": token_weights, "class_weights": class_weights}
     present = {name: value for name, value in inputs.items() if value is not None}
     if num_items_in_batch is not None:
-        present[_COUNT] = torch.as_tensor(num_items_in_batch)
+        present[_COUNT] = check_count(_COUNT, num_items_in_batch)
     present = loss.prepare(mask, present)
     return loss(statistics, mask, present, loss.totals(mask, present))[0]
 
@@ -70,8 +70,8 @@ class CrossEntropyLoss:
 
     `mean` divides the first part by the sum of `c_y`, as `torch.nn.functional.cross_entropy` does (without class
     weights, the number of scored tokens), and the z-loss by the number of scored tokens; both by `num_items_in_batch`
-    when given: the count over all micro-batches and ranks that share one optimiser step, so that their losses add up to
-    the loss of the whole. No scored token gives 0, with a zero gradient.
+    when given: the count, > 0, over all micro-batches and ranks that share one optimiser step, so that their losses add
+    up to the loss of the whole. Divisors of 0 are taken as 1: no scored token gives 0, with a zero gradient.
 
     Args:
         reduction: `"mean"` or `"sum"`.
@@ -136,8 +136,7 @@ class CrossEntropyLoss:
             raise ValueError(
                 f"{_COUNT}: got a count, expected none with a selection, which divides by the tokens that it picks"
             )
-        if count.dim() != 0:
-            raise ValueError(f"{_COUNT}: got shape {list(count.shape)}, expected a tensor with no dimension")
+        check_count(_COUNT, count)
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.reduction == "sum":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import check_float_tensor, check_mask
+from ._checks import check_count, check_float_tensor, check_mask
 from .policy_options import PolicyOptions
 from .policy_terms import KL_ESTIMATORS, on_policy_mask, sampler_ratio, top_entropy_mask, value_loss
 from .policy_types import Tokens, bounded_exp, vespo_log_correction, vespo_log_weight, vespo_phi
@@ -43,11 +43,14 @@ def grpo_loss(
     num_items_in_batch: Tensor | int | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy loss of a batch, a scalar, and its metrics. `options`, formulas and metrics are those of `GRPOLoss`.
+    """The policy loss of a batch, a scalar, and its metrics. `options`, formulas and metrics are those of `GRPOLoss`
+    (but `on_policy`, which `old_logprobs=None` says here).
 
     Gradients reach `logprobs`, `entropy` and `values`; everything else is a constant. What stands at positions that
     are not scored is never read.
     """
+    if "on_policy" in options:
+        raise TypeError("on_policy: got a value, expected none: old_logprobs=None says it")
     loss = GRPOLoss(**options, on_policy=old_logprobs is None)
     check_mask(mask, logprobs)
     given: dict[str, Any] = {
@@ -59,7 +62,7 @@ def grpo_loss(
         "values": values,
         "returns": returns,
         "old_values": old_values,
-        _COUNT: None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch),
+        _COUNT: None if num_items_in_batch is None else check_count("num_items_in_batch", num_items_in_batch),
     }
     if (entropy is not None) != ("entropy" in loss.statistics):
         raise ValueError(
@@ -351,10 +354,8 @@ class GRPOLoss(PolicyOptions):
         for name, value in inputs.items():
             if name != _COUNT:
                 check_float_tensor(name, value, *shapes.get(name, (per_token,)))
-            elif value.dim() != 0 or value.dtype == torch.bool:
-                raise ValueError(
-                    f"{_COUNT}: got {value.dtype} of shape {list(value.shape)}, expected a number without dimensions"
-                )
+            else:
+                check_count(name, value)
 
 
 def _clean(name: str, value: Tensor, mask: Tensor) -> Tensor:

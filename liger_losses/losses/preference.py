@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -95,11 +94,11 @@ class DPOObjective:
                 f"f_alpha: got {self.f_alpha}, expected the default: only f_divergence 'alpha_divergence' reads it"
             )
 
-    @cached_property
+    @property
     def type_names(self) -> tuple[str, ...]:
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
-    @cached_property
+    @property
     def type_weights(self) -> tuple[float, ...]:
         return (1.0,) * len(self.type_names) if self.loss_weights is None else tuple(self.loss_weights)
 

@@ -340,11 +340,15 @@ def running_mean(
 ) -> tuple[Tensor, Tensor]:
     """Count and mean of `count` earlier numbers of that mean and of `n` new ones, as new tensors, detached.
 
+    A sum that is not finite (a batch that overflowed, which a gradient scaler will skip) is left out.
+
     `mean' = mean + (sum of the new - n mean) / (count + n)` (Chan, Golub and LeVeque, "Algorithms for computing the
     sample variance", 1983), which keeps its digits where a sum over all numbers would grow without bound.
     """
     values = values.detach().to(torch.promote_types(values.dtype, mean.dtype))
     count, mean = count.to(values.device), mean.to(values.device, values.dtype)
     number = values.shape[0] if added is None else added
-    total = count + number
-    return total, mean + (values.sum() - number * mean) / total.clamp_min(1)
+    total, sum_of_new = count + number, values.sum()
+    later = mean + (sum_of_new - number * mean) / total.clamp_min(1)
+    finite = torch.isfinite(sum_of_new)
+    return torch.where(finite, total, count), torch.where(finite, later, mean)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
-from ..losses._checks import check_choice, check_flag, check_float_tensor
+from ..losses._checks import check_choice, check_count, check_flag, check_float_tensor
 from .base import CallOptions, check_head_as
 from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
 
@@ -86,7 +86,7 @@ class _CrossEntropy(torch.nn.Module):
         if num_items_in_batch is not None:
             if self.reduction == "none":
                 raise ValueError("num_items_in_batch: got a count, expected none with reduction='none'")
-            inputs["num_items_in_batch"] = torch.as_tensor(num_items_in_batch, device=device)
+            inputs["num_items_in_batch"] = check_count("num_items_in_batch", num_items_in_batch)
         return inputs
 
     @property
@@ -207,7 +207,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         target: Tensor | ScoredTokens,  # [N] or [R, T], aligned with _input
         bias: Tensor | None = None,  # [V]
         *,
-        temperature: Tensor | None = None,  # [N] or [R, T], in place of the constructor's
+        temperature: Tensor | float | None = None,  # or [N] or [R, T], in place of the constructor's
         token_weights: Tensor | None = None,  # [N] or [R, T]
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | CrossEntropyOutput:
@@ -220,9 +220,9 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
         options = self.options.policy()
         if temperature is not None:
-            if temperature.shape != target.shape:
+            if isinstance(temperature, Tensor) and temperature.shape != target.shape:
                 raise ValueError(f"temperature: got shape {list(temperature.shape)}, expected {list(target.shape)}")
-            options["temperature"] = temperature.reshape(rows.shape)
+            options["temperature"] = temperature.reshape(rows.shape) if isinstance(temperature, Tensor) else temperature
         options["column_weights"] = self._column_weights
         hidden = _input.reshape(*rows.shape, _input.shape[-1])
         scored = target if isinstance(target, ScoredTokens) and len(target.shape) == 2 else rows
@@ -296,7 +296,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         _input: Tensor,  # [N, V] or [R, T, V]
         target: Tensor,  # [N] or [R, T]
         *,
-        temperature: Tensor | None = None,  # [N] or [R, T], in place of the constructor's
+        temperature: Tensor | float | None = None,  # or [N] or [R, T], in place of the constructor's
         token_weights: Tensor | None = None,  # [N] or [R, T]
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | CrossEntropyOutput:
@@ -325,7 +325,9 @@ class LigerCrossEntropyLoss(_CrossEntropy):
 class LigerFusedLinearBCELoss(torch.nn.Module):
     """Binary cross entropy over a label space too large for its logits: extreme multi-label classification.
 
-    `liger_losses.losses.BinaryCrossEntropyLoss` of `z = _input @ lin_weight.T + bias`; positives are sparse.
+    `liger_losses.losses.BinaryCrossEntropyLoss` of `z = _input @ lin_weight.T + bias`. The positive labels of a row are
+    given by their ids, `[N, P]`, filled up with `ignore_index` (not as a row of zeros and ones); an id that is repeated
+    counts once, and a row without any is scored, all its labels being negative.
 
     Args:
         reduction: `"mean"` over rows and labels, `"sum"`, or `"none"`: the sum over labels of each row.

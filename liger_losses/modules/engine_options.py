@@ -51,10 +51,13 @@ def _with(options: type, init: Callable[P, None]) -> Callable[P, None]:
         for name in options.__annotations__
     ]
     shown = signature.replace(parameters=[*named, *engine])
+    known = tuple(shown.parameters)
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        shown.bind(*args, **kwargs)
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{init.__qualname__}() got an unexpected keyword argument {name!r}")
         init(*args, **kwargs)
 
     checked.__signature__ = shown  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..chunked.tokens import check_target
 from ..losses import GRPOLoss
-from ..losses._checks import check_choice, check_flag, check_shape
+from ..losses._checks import check_choice, check_count, check_flag, check_shape
 from ..losses.policy_types import POLICY_TYPES
 from .base import CallOptions, Reference, fused_loss
 from .engine_options import TilingOptions, with_tiling_options
@@ -187,7 +187,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             "values": values,
             "returns": returns,
             "old_values": old_values,
-            "num_items_in_batch": None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch),
+            "num_items_in_batch": None
+            if num_items_in_batch is None
+            else check_count("num_items_in_batch", num_items_in_batch),
         }
         inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
         loss = replace(self.loss, on_policy=old_per_token_logps is None)

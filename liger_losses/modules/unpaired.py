@@ -182,6 +182,7 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
     - `forward` in training mode adds its batch's rewards, once a call, gradients enabled or not. Backward does not
       touch it, so that repeated backwards of one loss agree; a forward that is run again (activation checkpointing
       around the loss) counts its batch again.
+    - A batch whose rewards are not finite (fp16 that overflowed: a gradient scaler skips that step) is left out of it.
     - `forward` in evaluation mode reads the mean and leaves it.
     - An update makes new tensors: what `state_dict()` handed out earlier, and graphs of earlier losses, keep theirs.
     - Nothing is exchanged between ranks. For a mean over all of them, hand `forward` a `shift`.
@@ -232,6 +233,11 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
         self.register_buffer("running_mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("running_count", torch.zeros((), dtype=torch.int64))
 
+    def reset_parameters(self) -> None:
+        """Forget the rewards seen (and give buffers made with `to_empty` a value)."""
+        self.running_mean = torch.zeros_like(self.running_mean)
+        self.running_count = torch.zeros_like(self.running_count)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         mean = self.running_mean
         super()._apply(fn, recurse)
@@ -276,5 +282,9 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
         reference = Reference(ref_input, ref_weight, ref_bias, {"ref_logps": ref_logps}, (rows,))
         value, outputs = self._call(loss, _input, lin_weight, target, bias, reference, inputs)
         if updates:
-            self.running_count, self.running_mean = running_mean(count, mean, outputs[-2] + outputs[-1], rows)
+            # Not by attribute: torch.compile does not follow how a module made while tracing tells that it is a buffer.
+            buffers = self._buffers
+            buffers["running_count"], buffers["running_mean"] = running_mean(
+                count, mean, outputs[-2] + outputs[-1], rows
+            )
         return value, outputs

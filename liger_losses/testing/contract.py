@@ -14,13 +14,14 @@ from .oracle import Case, gradients_of, unfused
 Tensors = Mapping[str, Tensor]
 
 
-def check_contract(loss: Loss, case: Case, inputs: Tensors) -> None:
+def check_contract(loss: Loss, case: Case, inputs: Tensors, *, masks_statistics: bool = False) -> None:
     """Raise AssertionError unless `loss` keeps the contract of `liger_losses.chunked.Loss` on an fp64 case.
 
     - It returns a scalar, finite also where rows have no scored token, and metrics that are tensors.
     - It writes to none of its arguments.
-    - What statistics and per-token inputs hold where nothing is scored reaches neither the value nor a metric, and no
-      gradient comes back there.
+    - What per-token inputs hold where nothing is scored reaches neither the value nor a metric. With
+      `masks_statistics` nor does what statistics hold there, and no gradient comes back: such a loss may also be called
+      on statistics that the engine, which hands over zeros there and uses no gradient from there, has not made.
     - Contributions of disjoint sets of whole units add up to the loss, scalar metrics too; others concatenate.
     - With the same totals, a unit's gradient does not depend on other units: the separability is true.
     """
@@ -35,7 +36,7 @@ def check_contract(loss: Loss, case: Case, inputs: Tensors) -> None:
     for name, tensor in {"loss": value, **{f"metric {name}": metric for name, metric in metrics.items()}}.items():
         if not tensor.isfinite().all():
             raise AssertionError(f"{name}: got {_text(tensor)}, expected finite numbers")
-    _check_junk(loss, statistics, mask, inputs)
+    _check_junk(loss, statistics, mask, inputs, masks_statistics)
     if loss.separability != "batch":
         units = _Units(loss, statistics, mask, prepared)
         _check_contributions(loss, units, totals)
@@ -76,7 +77,7 @@ def _compare_snapshots(before: Snapshot, after: Snapshot, when: str) -> None:
             raise AssertionError(f"{group}[{name!r}]: written to by {when}, expected the arguments left as they are")
 
 
-def _check_junk(loss: Loss, statistics: Tensors, mask: Tensor, inputs: Tensors) -> None:
+def _check_junk(loss: Loss, statistics: Tensors, mask: Tensor, inputs: Tensors, masks_statistics: bool) -> None:
     """Fill what is not scored with NaN, then with large finite numbers (NaN is hidden by `nan_to_num`)."""
     unscored = ~mask
     names = differentiable_statistics(loss)
@@ -88,12 +89,13 @@ def _check_junk(loss: Loss, statistics: Tensors, mask: Tensor, inputs: Tensors) 
             return {n: _fill(v, unscored, junk) if v.shape[:2] == mask.shape else v for n, v in tensors.items()}
 
         prepared = prepared_inputs(loss, mask, filled(inputs))
-        seen = filled(statistics)
+        seen = filled(statistics) if masks_statistics else dict(statistics)
         leaves = {n: seen[n].detach().clone().requires_grad_() for n in names}
         value, metrics = loss({**seen, **leaves}, mask, prepared, loss.totals(mask, prepared))
         sent = gradients_of(value, list(leaves.values()))
         result = {"the loss": value, **{f"metric {n}": m for n, m in metrics.items()}}
-        return result | {f"the gradient of {n}": g for n, g in zip(leaves, sent, strict=True)}
+        used = sent if masks_statistics else [g.masked_fill(unscored, 0) for g in sent]
+        return result | {f"the gradient of {n}": g for n, g in zip(leaves, used, strict=True)}
 
     want = outcome(None)
     for name, tensor in want.items():

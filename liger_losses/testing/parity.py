@@ -28,6 +28,7 @@ def assert_fused_matches_unfused(
     inputs: Inputs = None,
     rows: int = 4,
     tokens: int = 5,
+    masks_statistics: bool = False,
     thorough: bool = False,
     device: str = "cpu",
     seed: int = 0,
@@ -48,6 +49,8 @@ def assert_fused_matches_unfused(
             to the dtype of the statistics.
         rows: rows of a batch, a multiple of those of a unit.
         tokens: length of a row.
+        masks_statistics: whether the loss is also meant for statistics that the engine has not made, whose unscored
+            positions may hold anything. See `check_contract`.
         thorough: also the product of masks, transforms, dtypes (fp16 too), shapes and strategies: half a minute. The
             default takes a few seconds.
         device: where to run.
@@ -61,7 +64,7 @@ def assert_fused_matches_unfused(
     unit_rows = rows_per_unit(loss)
     if rows < 1 or rows % unit_rows:
         raise ValueError(f"rows: got {rows}, expected a multiple of {unit_rows}, the rows of a unit")
-    run = _Runner(loss, inputs, rows, tokens, device, seed)
+    run = _Runner(loss, inputs, rows, tokens, masks_statistics, device, seed)
     for scored in _MASKS:
         run.contract(scored=scored)
     for scored in _MASKS:
@@ -102,7 +105,10 @@ def assert_fused_matches_unfused(
 class _Runner:
     """Makes cases, names them, and runs a loss on each."""
 
-    def __init__(self, loss: Loss, inputs: Inputs, rows: int, tokens: int, device: str, seed: int) -> None:
+    def __init__(
+        self, loss: Loss, inputs: Inputs, rows: int, tokens: int, masks_statistics: bool, device: str, seed: int
+    ) -> None:
+        self.masks_statistics = masks_statistics
         self.loss, self.device, self.seed = loss, device, seed
         self.rows, self.tokens = rows, tokens
         self._inputs = inputs
@@ -143,7 +149,7 @@ class _Runner:
         made = self._make(**options)
         if made is not None:
             with self._named("contract", **options):
-                check_contract(self.loss, *made)
+                check_contract(self.loss, *made, masks_statistics=self.masks_statistics)
 
     def twice(self, *, strategy: str) -> None:
         """The same bits from the same tensors."""

@@ -269,3 +269,13 @@ def test_a_compiled_call_serves_other_lengths() -> None:
     for length in (5, 6, 9):
         case = make_case(3, length, scored="prompt")
         torch.testing.assert_close(compiled(*case.head), linear_logprobs(*case.head))
+
+
+@pytest.mark.parametrize(("build", "name"), EVERYTHING, ids=[f"{b.__name__} {n}" for b, n in EVERYTHING])
+def test_a_second_derivative_raises(build: Callable[..., Any], name: str) -> None:
+    """Also where the upstream gradient is a constant: a gradient penalty must not silently contribute nothing."""
+    case = make_case()
+    value = sum(v.sum() for v in differentiable(build(case, name)(*case.leaves)))
+    gradient = torch.autograd.grad(value, case.weight, create_graph=True)[0]
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivatives|autograd formula"):
+        gradient.square().sum().backward()

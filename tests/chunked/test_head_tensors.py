@@ -131,3 +131,24 @@ def test_one_label_is_not_a_class() -> None:
     want = z.gather(-1, one.clamp_min(0)).squeeze(-1) - F.softplus(z).sum(-1)
     torch.testing.assert_close(got, torch.where(case.mask, want, 0))
     assert not torch.allclose(got, linear_logprobs(*case.head))
+
+
+def test_what_stands_at_ignored_positions_is_not_looked_at() -> None:
+    case = make_case(scored="prompt")
+    clean = torch.ones(case.target.shape, dtype=torch.float64)
+    for junk in (0.0, -1.0, float("nan"), float("inf")):
+        temperature = clean.masked_fill(~case.mask, junk)
+        torch.testing.assert_close(linear_logprobs(*case.head, temperature=temperature), linear_logprobs(*case.head))
+    labels = labels_of(case)
+    wrong = labels.masked_fill(~case.mask.unsqueeze(-1), 10**6)
+    torch.testing.assert_close(
+        linear_logprobs(*case.head, positives=wrong), linear_logprobs(*case.head, positives=labels)
+    )
+
+
+def test_no_label_at_all() -> None:
+    case = make_case()
+    none = torch.zeros((*case.target.shape, 0), dtype=torch.int64)
+    got, want = (linear_logprobs(*case.head, positives=p) for p in (none, torch.full((*case.target.shape, 1), -100)))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(v.sum(), case.leaves) for v in (got, want)))

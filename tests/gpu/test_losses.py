@@ -140,6 +140,23 @@ def test_as_on_the_cpu(name: str, options: dict[str, Any], call: Call) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5 * max(largest, 1e-30), equal_nan=False)
 
 
+ON_THE_HOST = ("target", "positives")  # where a data loader leaves them
+
+
+@each
+def test_nothing_waits(name: str, options: dict[str, Any], call: Call) -> None:
+    """With labels on the host, neither the loss nor its backward synchronises."""
+    tensors = {key: value if key in ON_THE_HOST else value.cuda() for key, value in make(torch.bfloat16).items()}
+    leaves = [tensors[key].requires_grad_() for key in ("hidden", "weight", "bias")]
+    module = getattr(liger_losses, name)(**options).cuda()
+    torch.autograd.grad(tensors_of(call(module, tensors))[0].sum(), leaves)  # kernels are compiled, constants made
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(tensors_of(call(module, tensors))[0].sum(), leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @each
 def test_bf16_products(name: str, options: dict[str, Any], call: Call) -> None:
     """The same rounded tensors in fp32 are the truth; a bf16 gradient is off by a few of its roundings."""
