@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, MSE, REVERSE, entry, finite_logits, terms
+from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, MSE, entry, finite_logits, terms
 from .divergence_tile import Columns, DivergenceState, TeacherTile
 from .tile_statistics_triton import (
     aligned,
@@ -169,7 +169,7 @@ def _divergence_kernel(
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr, PROBABILITIES: tl.constexpr,
     FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, LABEL: tl.constexpr, SEPARATE_HARD: tl.constexpr,
-    ENTROPY: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, CROSS: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # torch.compile hands Python floats over as fp64 on some versions; the arithmetic is fp32.
     scale = tl.cast(scale, tl.float32)
@@ -193,7 +193,6 @@ def _divergence_kernel(
     n_all = tl.maximum(tl.maximum(n_student, n_teacher), n_columns)
     local = tl.minimum(tl.maximum(tl.load(target_ptr + row), -1), n_columns).to(tl.int32)
 
-    CROSS: tl.constexpr = (FORM == REVERSE) or (FORM == JEFFREYS)
     z, _slope, s, t = _both_sides(
         s_row, s_bias_ptr, t_row, t_bias_ptr, tl.arange(0, BLOCK), readable_s, readable_t, n_columns, n_student,
         n_teacher, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
@@ -403,6 +402,7 @@ def divergence_tile_triton(
             LABEL=state.reads_label,
             SEPARATE_HARD=state.reads_label and not same,
             ENTROPY=state.entropy is not None,
+            CROSS=options.form in ("reverse_kl", "jeffreys"),
             EMIT=out is not None,
             BLOCK=_BLOCK if tile.is_cuda else 128,
         )
