@@ -303,12 +303,10 @@ def fused_linear_distillation(
     if len(shape) == 1 and isinstance(student_hidden, Tensor) and student_hidden.dim() == 2:
         # One row of all tokens.
         student_hidden = student_hidden.unsqueeze(0)
-        target = target if isinstance(target, ScoredTokens) else target.unsqueeze(0)
+        target = target.as_row() if isinstance(target, ScoredTokens) else target.unsqueeze(0)
         inputs = {name: value.unsqueeze(0) if name == _WEIGHTS else value for name, value in inputs.items()}
-        teacher = replace(
-            teacher, **{name: None if t is None else t.unsqueeze(0)
-                        for name, t in (("hidden", teacher.hidden), ("logits", teacher.logits))}
-        )  # fmt: skip
+        hidden, logits = (None if t is None else t.unsqueeze(0) for t in (teacher.hidden, teacher.logits))
+        teacher = replace(teacher, hidden=hidden, logits=logits)
     value, metrics = run_loss(
         loss, student_hidden, student_weight, target, student_bias, inputs,
         given=HeadTensors(teacher=teacher), ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,8 +40,8 @@ class Teacher:
 
     def encode(self) -> str:
         """What is not a tensor, as a string: operators take no objects."""
-        rest = [self.transform.scale, self.transform.softcap, self.probabilities]
-        return json.dumps([self.divergence.encode(), *rest])
+        rest = (self.transform.scale, self.transform.softcap, self.probabilities)
+        return ";".join([self.divergence.encode(), *map(str, rest)])
 
     @classmethod
     def decode(
@@ -49,7 +49,8 @@ class Teacher:
     ) -> Teacher | None:
         if not text:
             return None
-        divergence, scale, softcap, probabilities = json.loads(text)
+        divergence, *rest = text.split(";")
+        scale, softcap, probabilities = map(ast.literal_eval, rest)
         transform = LogitTransform(scale, softcap)
         return cls(Divergence.decode(divergence), hidden, weight, bias, logits, transform, probabilities)
 

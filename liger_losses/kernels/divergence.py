@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 KINDS = (
     "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "jeffreys", "alpha", "cosine",
@@ -126,9 +126,16 @@ class Divergence:
         return self.soft_weight * (self.temperature**2 if self.scale_by_squared_temperature else 1.0)
 
     def encode(self) -> str:
-        """As a string, for operators, which take no objects."""
-        return json.dumps(asdict(self))
+        """As a string, for operators, which take no objects. Plain enough for torch.compile to trace."""
+        numbers = (
+            self.beta, self.skew, self.alpha, self.temperature, self.teacher_temperature,
+            self.scale_by_squared_temperature, self.soft_weight, self.hard_weight,
+        )  # fmt: skip
+        return ",".join([self.kind, *map(str, numbers), self.vocabulary])
 
     @classmethod
     def decode(cls, text: str) -> Divergence:
-        return cls(**json.loads(text))
+        kind, *numbers, vocabulary = text.split(",")
+        names = list(cls.__dataclass_fields__)[1:-1]
+        values = dict(zip(names, map(ast.literal_eval, numbers), strict=True))
+        return cls(kind=kind, vocabulary=vocabulary, **values)

@@ -263,7 +263,8 @@ def _kl_term(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
 def _mixture(x: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """`log(m / s), log(m / t)` with `m = weight t + (1 - weight) s` and `x = log(s / t)`, to full relative accuracy."""
     down = x.abs()
-    share = torch.where(x >= 0, weight, 1 - weight)
+    above = (x >= 0).to(x.dtype)
+    share = above * weight + (1 - above) * (1 - weight)
     log_m = torch.maximum(torch.log1p(share * torch.expm1(-down)), -down)
     return torch.where(x >= 0, log_m, log_m - x), torch.where(x >= 0, log_m + x, log_m)
 
