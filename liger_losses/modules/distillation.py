@@ -147,6 +147,8 @@ class _SoftAndHard(_Distillation):
         token_weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The loss, or with `return_soft_hard_loss` `(loss, soft, hard)`, the latter two detached and unweighted."""
+        if true_labels is None:
+            raise TypeError("true_labels: got NoneType, expected a torch.Tensor")
         loss, metrics = self._call(
             student_input, student_weight, true_labels, student_bias, labels_name="true_labels",
             teacher_hidden=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
