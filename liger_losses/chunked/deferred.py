@@ -19,7 +19,7 @@ from ..kernels import (
 )
 from .head import Precision
 from .head_tensors import logit_coefficients
-from .planner import Problem
+from .problem import Problem
 from .teacher import Teacher
 from .tokens import Ranges
 from .walk import State, TileWalk, WeightGradient, power_of_two_at_least
@@ -93,16 +93,16 @@ def forward(
     everything = ((0, count),)
 
     def at_positions(values: Tensor) -> Tensor:
-        if values.dim() == 2:
-            return torch.stack([at_positions(row) for row in values])
         full = torch.zeros(walk.hidden.shape[0], dtype=values.dtype, device=values.device)
         walk.scored.scatter(values, full, everything)
         return full
 
     values = [at_positions(compact[name]) for name in names]
+    numbers = state.lse
+    lse = at_positions(numbers) if numbers.dim() == 1 else torch.stack([at_positions(row) for row in numbers])
     return (
         values,
-        at_positions(state.lse),
+        lse,
         at_positions(state.gradient_scale),
         kept,
         _nothing(walk) if cache is None else cache,

@@ -16,7 +16,8 @@ from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
 from .head_tensors import HeadTensors
 from .loss import gradient_order, only_logprob
-from .planner import make_plan, padded_columns
+from .planner import make_plan
+from .problem import padded_columns
 from .tokens import ScoredOnDevice, ScoredTokens
 from .walk import TileWalk
 

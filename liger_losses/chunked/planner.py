@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .head import check_logits_dtype
+from .problem import Problem
 from .tokens import SEPARABILITY, group_units
 
 STRATEGIES = ("immediate", "cached", "recompute", "frozen")
@@ -35,72 +36,6 @@ _LEAST_COLUMNS = 1024
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
-
-
-def padded_columns(vocab_size: int) -> int:
-    """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
-    return -(-vocab_size // 8) * 8
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The shapes of one call."""
-
-    tokens: int  # scored
-    positions: int  # all, R * T
-    hidden_size: int
-    vocab_size: int
-    compute_bytes: int = 2
-    logits_bytes: int = 4
-    statistics_bytes: int = 4
-    hidden_itemsize: int = 2  # of the caller's tensors, hence of the returned gradients
-    weight_itemsize: int = 2
-    hidden_grad: bool = True
-    weight_grad: bool = True
-    bias_grad: bool = False
-    only_logprob_grad: bool = True
-    immediate_allowed: bool = False
-    cast_weight: bool = False  # a copy of the weight in the compute dtype is made
-    wide_weight_sum: bool = False  # "cached" passes through an fp32 [V, H] (fp16, or a dtype other than the weight's)
-    separability: str = "token"
-    row_counts: tuple[int, ...] = ()
-    max_units: int | None = None
-    unit_rows: int = 1  # rows of one unit
-    two_heads: bool = False  # a second model's logits lie beside each tile: what it adds, in bytes
-    teacher_row_bytes: int = 0  # a row projected at a time: its logits, and a copy of what they are made of
-    teacher_column_bytes: int = 0  # a token and column of a vocabulary block
-    teacher_compact_bytes: int = 0  # copies of all scored tokens' hidden states
-    teacher_fixed_bytes: int = 0  # a copy of the weight
-    teacher_gemms: float = 0.0  # of its projection
-
-    @property
-    def any_grad(self) -> bool:
-        return self.hidden_grad or self.weight_grad or self.bias_grad
-
-    @property
-    def padded_vocab(self) -> int:
-        return padded_columns(self.vocab_size)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether "recompute" writes a block's gradient over its logits."""
-        return self.logits_bytes == self.compute_bytes
-
-    @property
-    def returned_bytes(self) -> int:
-        return self.returned_hidden + self.returned_weight
-
-    @property
-    def returned_hidden(self) -> int:
-        return self.hidden_grad * self.positions * self.hidden_size * self.hidden_itemsize
-
-    @property
-    def returned_weight(self) -> int:
-        return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
-
-    @property
-    def hidden_bytes(self) -> int:
-        return self.positions * self.hidden_size * self.compute_bytes
 
 
 @dataclass(frozen=True)
@@ -150,12 +85,11 @@ def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
-    for tiles. Without: 1.1875 GiB, where larger tiles stop paying. A second model's logits take as many rows as run at
-    the full rate, on both sides, and 64 MiB beside.
+    for tiles. Without: 1.1875 GiB, where larger tiles stop paying. For a second model: the logits of as many rows as
+    run at the full rate, and 64 MiB.
     """
     rows = min(_FULL_RATE_ROWS, problem.tokens)
-    second = rows * (problem.padded_vocab * problem.logits_bytes + problem.teacher_row_bytes) + 64 * _MIB
-    room = second * problem.two_heads
+    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * _MIB)
     if not problem.weight_grad:
         return 1216 * _MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
@@ -433,6 +367,7 @@ def plan(
     separability: str = "token",
     trainable_head: bool = True,
     trainable_hidden: bool = True,
+    teacher_hidden_size: int | None = None,
     memory_budget: int | None = None,
     strategy: str = "auto",
 ) -> Plan:
@@ -446,6 +381,7 @@ def plan(
         dtype: of the products. logits_dtype: `"float32"` or `"input"`.
         separability: of the loss: `"token"`, `"sequence"`, `"pair"`, `"batch"`.
         trainable_head, trainable_hidden: whether the weight and the hidden states need gradients.
+        teacher_hidden_size: of a second model's head over the same vocabulary, for distillation.
         memory_budget: bytes beyond inputs and returned gradients. strategy: as in `fused_linear_loss`.
 
     Returns:
@@ -453,7 +389,10 @@ def plan(
     """
     if separability not in SEPARABILITY:
         raise ValueError(f"separability: got {separability!r}, expected one of {SEPARABILITY}")
-    for name, value in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+    sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
+    if teacher_hidden_size is not None:
+        sizes["teacher_hidden_size"] = teacher_hidden_size
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}: got {value!r}, expected an int")
         if value < 1:
@@ -495,4 +434,6 @@ def plan(
         row_counts=counts,
         unit_rows=2 if separability == "pair" else 1,
     )
+    if teacher_hidden_size is not None:
+        problem = problem.beside_head(vocab_size, teacher_hidden_size, size, vocab_size=vocab_size)
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels import Columns, Divergence, LogitTransform, TeacherTile
 from .head import FLOATING, Precision
-from .planner import Problem
+from .problem import Problem
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,19 @@ class Teacher:
         return self if self.weight is None else replace(self, weight=self.weight.to(precision.compute))
 
     def describe(self, problem: Problem, precision: Precision) -> Problem:
-        """`problem` with what the teacher adds: each of the buffers of `TileWalk.teacher_rows`."""
-        width = self.columns(problem.vocab_size).teacher
-        scattered = problem.tokens < problem.positions
+        """`problem` with what the teacher adds."""
+        columns = self.columns(problem.vocab_size).teacher
         if self.logits is not None:
-            # The caller's rows are read where they lie, or gathered.
-            each = width * self.logits.itemsize * scattered
-            return replace(
-                problem, two_heads=True, teacher_row_bytes=each, teacher_column_bytes=self.logits.itemsize * scattered
-            )
+            return problem.beside_logits(columns, self.logits.itemsize)
         assert self.hidden is not None
         assert self.weight is not None
-        cast = self.hidden.dtype != precision.compute
-        own = self.hidden.shape[-1] * (precision.compute.itemsize * (scattered or cast))
-        own += self.hidden.shape[-1] * self.hidden.itemsize * (scattered and cast)
-        logits = -(-width // 8) * 8 * precision.logits.itemsize
-        return replace(
-            problem,
-            two_heads=True,
-            teacher_row_bytes=logits + own,
-            teacher_column_bytes=precision.logits.itemsize,
-            teacher_compact_bytes=problem.tokens * own,
-            teacher_fixed_bytes=self.weight.numel() * precision.compute.itemsize
-            * (self.weight.dtype != precision.compute),
-            teacher_gemms=width * self.hidden.shape[-1] / (problem.vocab_size * problem.hidden_size),
-        )  # fmt: skip
+        return problem.beside_head(
+            columns,
+            self.hidden.shape[-1],
+            self.hidden.itemsize,
+            vocab_size=self.weight.shape[0],
+            cast_weight=self.weight.dtype != precision.compute,
+        )
 
 
 def check_teacher(

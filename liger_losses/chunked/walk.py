@@ -23,7 +23,8 @@ from ..kernels import (
 )
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
-from .planner import PRODUCT_ROWS, Plan, padded_columns
+from .planner import PRODUCT_ROWS, Plan
+from .problem import padded_columns
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
 

@@ -12,16 +12,21 @@ from torch import Tensor
 
 from liger_losses.chunked import (
     Divergence,
+    Plan,
     ScoredTokens,
+    calls,
     deferred,
     fused_linear_distillation,
     fused_linear_loss,
     linear_divergence,
+    plan,
     walk,
 )
+from liger_losses.kernels import tile_statistics
 
 from ..distillation_oracle import KINDS, NAMES, label_of, unfused_distillation
 from ..oracle import IGNORE, Case, ToyLoss, check_close, make_case, transformed
+from .test_cost import Allocations, per_token_bytes
 
 BOTH, HIDDEN = ("hidden", "weight", "bias"), ("hidden",)
 STRATEGIES = ("immediate", "cached", "recompute", "frozen")
@@ -412,3 +417,33 @@ def test_statistics_of_a_teacher_need_one() -> None:
     case = make_case(2, 3, 4, 9)
     with pytest.raises(ValueError, match=r"statistics: got \['distillation'\] without a teacher"):
         fused_linear_loss(ToyLoss("token", ("distillation",)), *case.head)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("scored", ["all", "prompt"])
+@pytest.mark.parametrize("form", ["head", "logits"])
+def test_the_plan_is_kept(form: str, scored: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both logits buffers are in it: the peak beyond inputs and returned gradients is the plan's, and not far below."""
+    monkeypatch.setattr(tile_statistics, "_TWIN_ELEMENTS", 1 << 13)
+    plans: list[Plan] = []
+    make_plan = calls.make_plan
+    monkeypatch.setattr(calls, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[-1])
+    pair = make_pair(
+        2, 400, 64, 4096, dtype=torch.float32, teacher_width=96, bias=False, scored=scored,
+        trainable=HIDDEN if strategy == "frozen" else ("hidden", "weight"),
+    )  # fmt: skip
+    teacher = pair.teacher(form)
+    existing = [*pair.case.head[:3], *(t for t in teacher.values() if isinstance(t, Tensor))]
+    with Allocations(*existing) as seen:
+        value, _ = fused_linear_distillation(*pair.case.head, **teacher, divergence=JSD, strategy=strategy)
+        torch.autograd.grad(value, pair.case.leaves)
+    workspace = seen.peak - sum(leaf.nbytes for leaf in pair.case.leaves)
+    assert workspace <= plans[0].workspace + per_token_bytes(pair.case) + 60 * 8 * (1 << 13)
+    assert workspace >= 0.8 * plans[0].workspace
+    if form == "head" and scored == "all":
+        found = plan(
+            tokens=800, hidden_size=64, vocab_size=4096, teacher_hidden_size=96, dtype=torch.float32, scored=[400, 400],
+            trainable_head=strategy != "frozen", strategy=strategy,
+        )  # fmt: skip
+        assert found.workspace == plans[0].workspace
+        assert "two heads" in found.explain()
