@@ -15,6 +15,9 @@ ORPO_BETA = 0.1
 SIMPO_BETA, SIMPO_GAMMA = 2.0, 1.0
 KTO_BETA = 0.1
 GRPO_BETA = 0.04
+BETAS = {"jsd": 0.5, "fkl": 0.0}  # of the generalised Jensen-Shannon divergence: the distillation workloads
+
+Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Head:
 
 LLAMA, QWEN = Head("llama3-8b", 4096, 128256), Head("qwen2.5-7b", 3584, 152064)
 GEMMA = Head("gemma2-2b", 2304, 256000)
+# Student and teacher.
+QWEN_PAIR = Head("qwen2.5-1.5b", 1536, 151936), Head("qwen2.5-7b", 3584, 151936)
+LLAMA_PAIR = Head("llama3.2-1b", 2048, 128256), LLAMA
 TINY = Head("tiny", 32, 307)  # an odd vocabulary; for checking the harness itself on a CPU
 
 
@@ -40,7 +46,7 @@ class Workload:
     rows make up a unit of the loss: 2 for pairs, 0 where tokens stand alone.
     """
 
-    loss: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None  # None: of two distributions (`distillation`)
     reference: bool = False
     unit_rows: int = 2
 
@@ -106,6 +112,7 @@ WORKLOADS = {
     "simpo": Workload(simpo),
     "kto": Workload(kto, reference=True, unit_rows=1),
     "grpo": Workload(grpo, reference=True, unit_rows=1),
+    **{name: Workload(None, reference=True, unit_rows=0) for name in BETAS},
 }
 
 
@@ -120,6 +127,7 @@ class Case:
     prompt: float = 0.0
     frozen: bool = False
     suite: str = "default"  # "quick" is part of "default"; "harness" runs by name only
+    teacher: Head | None = None
 
     @property
     def name(self) -> str:
@@ -128,13 +136,18 @@ class Case:
         return f"{self.workload}-{units}{self.length}/{self.head.name}{'/frozen' if self.frozen else ''}"
 
     @property
+    def distills(self) -> bool:
+        return self.workload in BETAS
+
+    @property
     def scored(self) -> int:
         return self.rows * (self.length - int(self.prompt * self.length))
 
     @property
     def title(self) -> str:
         shape = f"{self.rows} x {self.length} tokens, {self.scored:,} scored, H {self.head.hidden}, V {self.head.vocab}"
-        return f"{self.name}: {shape}, {'frozen' if self.frozen else 'trainable'} head"
+        teacher = f", teacher's H {self.teacher.hidden}" if self.teacher else ""
+        return f"{self.name}: {shape}{teacher}, {'frozen' if self.frozen else 'trainable'} head"
 
 
 SHAPES: tuple[tuple[str, Head, int, int, float, str], ...] = (
@@ -146,13 +159,25 @@ SHAPES: tuple[tuple[str, Head, int, int, float, str], ...] = (
     ("ce", GEMMA, 1, 8192, 0.0, "default"),
     *((workload, LLAMA, 8, 2048, 0.25, "default") for workload in ("orpo", "simpo", "kto", "grpo")),
     ("ce", TINY, 1, 96, 0.0, "harness"),
-    *((workload, TINY, 4, 24, 0.25, "harness") for workload in WORKLOADS if workload != "ce"),
+    *((workload, TINY, 4, 24, 0.25, "harness") for workload in WORKLOADS if workload not in ("ce", *BETAS)),
 )
-CASES = {
-    case.name: case
-    for workload, head, rows, length, prompt, suite in SHAPES
-    for case in (Case(workload, head, rows, length, prompt, frozen, suite) for frozen in (False, True))
-}
+DISTILLATIONS: tuple[tuple[str, Head, Head, int, str], ...] = (
+    *((workload, *pair, 4096, "default") for pair in (QWEN_PAIR, LLAMA_PAIR) for workload in BETAS),
+    *((workload, TINY, Head("tiny-teacher", 48, 307), 96, "harness") for workload in BETAS),
+)
+_CASES = [
+    *(
+        Case(workload, head, rows, length, prompt, frozen, suite)
+        for workload, head, rows, length, prompt, suite in SHAPES
+        for frozen in (False, True)
+    ),
+    *(
+        Case(workload, head, 1, length, 0.0, frozen, suite, teacher)
+        for workload, head, teacher, length, suite in DISTILLATIONS
+        for frozen in (False, True)
+    ),
+]
+CASES = {case.name: case for case in _CASES}
 
 
 @dataclass
@@ -171,7 +196,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Inputs:
-    """Random data: ``hidden ~ N(0, 1)``, ``weight ~ N(0, 1 / H)``; the reference model is near the policy."""
+    """Random data: ``hidden ~ N(0, 1)``, ``weight ~ N(0, 1 / H)``; a reference is near the policy, a teacher is not."""
     generator = torch.Generator(device=device).manual_seed(seed)
     head, scale = case.head, case.head.hidden**-0.5
 
@@ -185,7 +210,11 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
     inputs = Inputs(
         hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not case.frozen), target, target.cpu()
     )
-    if WORKLOADS[case.workload].reference:
+    if case.teacher is not None:
+        wide = case.teacher.hidden
+        inputs.reference_hidden = normal(case.rows, case.length, wide).to(dtype)
+        inputs.reference_weight = normal(case.teacher.vocab, wide).mul_(wide**-0.5).to(dtype)
+    elif WORKLOADS[case.workload].reference:
         inputs.reference_hidden = (hidden + 0.1 * normal(*hidden.shape)).to(dtype)
         inputs.reference_weight = (weight + 0.1 * scale * normal(*weight.shape)).to(dtype)
     return inputs

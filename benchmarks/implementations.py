@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import distillation
 from .cases import (
+    BETAS,
     DPO_BETA,
     GRPO_BETA,
     IGNORE_INDEX,
@@ -26,11 +28,11 @@ from .cases import (
     WORKLOADS,
     Case,
     Inputs,
+    Step,
     advantages,
     preferred,
 )
 
-Step = Callable[[], Tensor]
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -74,13 +76,16 @@ def from_logprobs(logprobs: LogProbs) -> Callable[[Case, Inputs, int | None], St
     """A ``build`` that serves every workload: its loss on top of per-token log-probabilities."""
 
     def build(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+        loss = WORKLOADS[case.workload].loss
+        assert loss is not None
+
         def step() -> Tensor:
             reference = None
             if inputs.reference_hidden is not None and inputs.reference_weight is not None:
                 with torch.no_grad():
                     reference = logprobs(inputs.reference_hidden, inputs.reference_weight, inputs.target)
             policy = logprobs(inputs.hidden, inputs.weight, inputs.target)
-            return WORKLOADS[case.workload].loss(policy, inputs.target != IGNORE_INDEX, reference)
+            return loss(policy, inputs.target != IGNORE_INDEX, reference)
 
         return step
 
@@ -95,10 +100,19 @@ def full_logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -F.cross_entropy(logits, target.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(target.shape)
 
 
+def _full(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    if case.distills:
+        return distillation.whole_logits(case, inputs)
+    return from_logprobs(full_logprobs)(case, inputs, memory_budget)
+
+
 def _compiled(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
+    of_logprobs = WORKLOADS[case.workload].loss
+    assert of_logprobs is not None
+
     @torch.compile(dynamic=False)
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return WORKLOADS[case.workload].loss(full_logprobs(hidden, weight, target), target != IGNORE_INDEX, None)
+        return of_logprobs(full_logprobs(hidden, weight, target), target != IGNORE_INDEX, None)
 
     return lambda: loss(inputs.hidden, inputs.weight, inputs.target)
 
@@ -161,7 +175,14 @@ def _liger_grpo(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
     return lambda: loss(inputs.hidden, inputs.weight, tokens, mask, per_row, **reference)[0]
 
 
-_LIGER = {"dpo": _liger_dpo, "orpo": _liger_orpo, "simpo": _liger_simpo, "kto": _liger_kto, "grpo": _liger_grpo}
+_LIGER = {
+    "dpo": _liger_dpo,
+    "orpo": _liger_orpo,
+    "simpo": _liger_simpo,
+    "kto": _liger_kto,
+    "grpo": _liger_grpo,
+    **dict.fromkeys(BETAS, distillation.liger_chunked),
+}
 
 
 def _liger_chunked(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:
@@ -208,7 +229,7 @@ def _trl_logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch.zeros(target.shape, dtype=found.dtype, device=found.device).masked_scatter(scored, found)
 
 
-NAIVE = Implementation("full logits, eager", from_logprobs(full_logprobs), logprobs=full_logprobs)
+NAIVE = Implementation("full logits, eager", _full, logprobs=full_logprobs)
 """Its error sets the bound of the correctness gate."""
 
 _TRITON_CE: dict[str, Any] = {"applies": does("ce"), "needs_cuda": True}
@@ -223,6 +244,18 @@ PEERS = (
     Implementation("liger-kernel, compiled", _liger_chunked, "liger_kernel", applies=does(*_LIGER)),
     Implementation("cut-cross-entropy", _cce, "cut_cross_entropy", logprobs=_cce_logprobs, **_TRITON_CE),
     Implementation(
-        "TRL fused head", from_logprobs(_trl_logprobs), "trl.kernels.chunked_logprob", logprobs=_trl_logprobs
+        "TRL fused head",
+        from_logprobs(_trl_logprobs),
+        "trl.kernels.chunked_logprob",
+        applies=lambda case: not case.distills,
+        logprobs=_trl_logprobs,
     ),
+    Implementation(
+        "liger-kernel, fused_linear_jsd",
+        distillation.liger_fused,
+        "liger_kernel",
+        applies=does(*BETAS),
+        needs_cuda=True,
+    ),
+    Implementation("TRL chunked divergence", distillation.trl_chunked, "trl.kernels", applies=does(*BETAS)),
 )

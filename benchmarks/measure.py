@@ -84,9 +84,10 @@ def floor_products(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]
     if not case.frozen:
         d_weight = torch.empty_like(weight)
         products["dlogits^T x"] = lambda: torch.mm(logits.T, hidden, out=d_weight)
-    reference = inputs.reference_weight
-    if reference is not None:
-        products["reference x W^T"] = lambda: torch.mm(hidden, reference.T, out=logits)
+    reference, of_reference = inputs.reference_weight, inputs.reference_hidden
+    if reference is not None and of_reference is not None:
+        other = of_reference[inputs.target != IGNORE_INDEX]
+        products["reference x W^T"] = lambda: torch.mm(other, reference.T, out=logits)
     return products
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import distillation
 from .cases import IGNORE_INDEX, WORKLOADS, Case, Inputs
 
 
@@ -24,8 +25,11 @@ def truth(case: Case, inputs: Inputs, dtype: torch.dtype = torch.float64, chunk:
 
     The inputs' rounded values are the exact inputs. Memory: two ``[V, H]`` and a few ``[chunk, V]`` of ``dtype``.
     """
-    workload = WORKLOADS[case.workload]
     scored = inputs.target != IGNORE_INDEX
+    of_logprobs = WORKLOADS[case.workload].loss
+    if of_logprobs is None:
+        loss, logprobs, products, d_weight = distillation.pieces(case, inputs, dtype, chunk)
+        return _kept(inputs, scored, loss, logprobs, products, d_weight)
     target = inputs.target[scored]
 
     def score(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -44,10 +48,9 @@ def truth(case: Case, inputs: Inputs, dtype: torch.dtype = torch.float64, chunk:
     logprobs = score(hidden, weight)
     with torch.enable_grad():
         leaf = logprobs.clone().requires_grad_()
-        loss = workload.loss(leaf, scored, reference)
+        loss = of_logprobs(leaf, scored, reference)
         (factor,) = torch.autograd.grad(loss, leaf)
 
-    d_hidden = torch.zeros(inputs.hidden.shape, dtype=dtype, device=hidden.device)
     d_weight = None if case.frozen else torch.zeros_like(weight)
     products = []
     pieces = (part.split(chunk) for part in (hidden, target, factor[scored]))
@@ -57,10 +60,16 @@ def truth(case: Case, inputs: Inputs, dtype: torch.dtype = torch.float64, chunk:
         products.append(d_logits @ weight)
         if d_weight is not None:
             d_weight.addmm_(d_logits.T, x)
-    d_hidden[scored] = torch.cat(products)
-    # fp32 is 16 bits finer than the bf16 gradients compared with it, at half the memory.
-    kept = None if d_weight is None else d_weight.to(torch.float32)
-    return Truth(loss.item(), logprobs[scored], d_hidden.to(torch.float32), kept)
+    return _kept(inputs, scored, loss, logprobs[scored], products, d_weight)
+
+
+def _kept(
+    inputs: Inputs, scored: Tensor, loss: Tensor, logprobs: Tensor, products: list[Tensor], d_weight: Tensor | None
+) -> Truth:
+    """fp32 is 16 bits finer than the bf16 gradients compared with it, at half the memory."""
+    d_hidden = torch.zeros(inputs.hidden.shape, dtype=torch.float32, device=scored.device)
+    d_hidden[scored] = torch.cat(products).to(torch.float32)
+    return Truth(loss.item(), logprobs, d_hidden, None if d_weight is None else d_weight.to(torch.float32))
 
 
 def relative_error(out: Tensor | None, ref: Tensor, rows: int = 8192) -> float:

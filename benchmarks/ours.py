@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import distillation
 from .cases import (
+    BETAS,
     DPO_BETA,
     GRPO_BETA,
     IGNORE_INDEX,
@@ -88,6 +90,7 @@ FUSED: dict[str, tuple[Callable[[Inputs, dict[str, Any]], Step], str]] = {
     "simpo": (_simpo, "pair"),
     "kto": (_kto, "sequence"),
     "grpo": (_grpo, "token"),
+    **{name: (partial(distillation.ours, beta=beta), "token") for name, beta in BETAS.items()},
 }
 
 
@@ -112,6 +115,7 @@ def predicted_extra(options: dict[str, Any], case: Case, memory_budget: int | No
         vocab_size=case.head.vocab,
         separability=FUSED[case.workload][1],
         trainable_head=not case.frozen,
+        teacher_hidden_size=case.teacher.hidden if case.teacher else None,
         memory_budget=memory_budget,
         **options,
     ).predicted_peak

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .head import check_logits_dtype
+from .problem import Problem
 from .tokens import SEPARABILITY, group_units
 
 STRATEGIES = ("immediate", "cached", "recompute", "frozen")
@@ -35,66 +36,6 @@ _LEAST_COLUMNS = 1024
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
-
-
-def padded_columns(vocab_size: int) -> int:
-    """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
-    return -(-vocab_size // 8) * 8
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The shapes of one call."""
-
-    tokens: int  # scored
-    positions: int  # all, R * T
-    hidden_size: int
-    vocab_size: int
-    compute_bytes: int = 2
-    logits_bytes: int = 4
-    statistics_bytes: int = 4
-    hidden_itemsize: int = 2  # of the caller's tensors, hence of the returned gradients
-    weight_itemsize: int = 2
-    hidden_grad: bool = True
-    weight_grad: bool = True
-    bias_grad: bool = False
-    only_logprob_grad: bool = True
-    immediate_allowed: bool = False
-    cast_weight: bool = False  # a copy of the weight in the compute dtype is made
-    wide_weight_sum: bool = False  # "cached" passes through an fp32 [V, H] (fp16, or a dtype other than the weight's)
-    separability: str = "token"
-    row_counts: tuple[int, ...] = ()
-    max_units: int | None = None
-    unit_rows: int = 1  # rows of one unit
-
-    @property
-    def any_grad(self) -> bool:
-        return self.hidden_grad or self.weight_grad or self.bias_grad
-
-    @property
-    def padded_vocab(self) -> int:
-        return padded_columns(self.vocab_size)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether "recompute" writes a block's gradient over its logits."""
-        return self.logits_bytes == self.compute_bytes
-
-    @property
-    def returned_bytes(self) -> int:
-        return self.returned_hidden + self.returned_weight
-
-    @property
-    def returned_hidden(self) -> int:
-        return self.hidden_grad * self.positions * self.hidden_size * self.hidden_itemsize
-
-    @property
-    def returned_weight(self) -> int:
-        return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
-
-    @property
-    def hidden_bytes(self) -> int:
-        return self.positions * self.hidden_size * self.compute_bytes
 
 
 @dataclass(frozen=True)
@@ -130,7 +71,7 @@ class Plan:
         lines = [
             f"strategy      {self.strategy}: {what}",
             f"scored tokens {p.tokens:,} of {p.positions:,}; H {p.hidden_size:,}; V {p.vocab_size:,}; "
-            f"loss separable by {p.separability}",
+            f"loss separable by {p.separability}{'; two heads' if p.two_heads else ''}",
             f"gradients     {', '.join(grads) or 'none'}",
             f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
             f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
@@ -144,12 +85,15 @@ def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
-    for tiles. Without: 1.1875 GiB, where larger tiles stop paying.
+    for tiles. Without: 1.1875 GiB, where larger tiles stop paying. For a second model: the logits of as many rows as
+    run at the full rate, and 64 MiB.
     """
+    rows = min(_FULL_RATE_ROWS, problem.tokens)
+    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * _MIB)
     if not problem.weight_grad:
-        return 1216 * _MIB
+        return 1216 * _MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
-    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB
+    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB + room
 
 
 def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:
@@ -178,7 +122,7 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
         least = min(plans, key=lambda plan: plan.workspace)
         if memory_budget is None:
             # It was named, or is the only one: it takes what it needs to project at the full rate.
-            room = _FULL_RATE_ROWS * problem.padded_vocab * problem.logits_bytes
+            room = _FULL_RATE_ROWS * (problem.padded_vocab * problem.logits_bytes + problem.teacher_row_bytes)
             return _BUILDERS[least.strategy](problem, least.workspace + room)
         raise ValueError(
             f"memory_budget: got {budget:,} bytes, too small for one row block; strategy {least.strategy!r} needs at "
@@ -252,13 +196,13 @@ def _slow_rows(logit_rows: int, p: Problem) -> float:
 
 
 def _weight_copy(p: Problem) -> int:
-    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes
+    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes + p.teacher_fixed_bytes
 
 
 def _tile_bytes(p: Problem, tile_rows: int, logit_rows: int) -> int:
     """Gradient tile, logits, and the tile's hidden rows and products."""
     vocab = p.padded_vocab
-    logits = logit_rows * vocab * p.logits_bytes
+    logits = logit_rows * (vocab * p.logits_bytes + p.teacher_row_bytes)
     return tile_rows * vocab * p.compute_bytes + logits + _tile_copies(p) * tile_rows * p.hidden_size * p.compute_bytes
 
 
@@ -290,11 +234,12 @@ def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
     """
 
     def rows_bytes(rows: int) -> int:
-        return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
+        each = p.padded_vocab * p.logits_bytes + p.teacher_row_bytes + p.hidden_size * p.compute_bytes
+        return rows * each + _weight_copy(p)
 
     choices = _logit_rows(p)
     rows = next((rows for rows in choices if rows_bytes(rows) <= budget), choices[-1])
-    if rows < min(_FULL_RATE_ROWS, p.tokens):
+    if rows < min(_FULL_RATE_ROWS, p.tokens) and not p.two_heads:
         fixed = _compact_bytes(p) + _weight_copy(p)
         columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
         if _LEAST_COLUMNS <= columns < p.vocab_size:
@@ -305,7 +250,8 @@ def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
 def _plan_frozen(p: Problem, budget: int) -> Plan:
     if not p.any_grad:
         rows, columns, workspace = _statistics_alone(p, budget)
-        return Plan(p, "frozen", rows, rows, p.vocab_size, 1.0, workspace, budget, forward_columns=columns)
+        gemms = 1.0 + p.teacher_gemms
+        return Plan(p, "frozen", rows, rows, p.vocab_size, gemms, workspace, budget, forward_columns=columns)
 
     def plan_with(logit_rows: int) -> Plan:
         def workspace_of(rows: int) -> int:
@@ -315,7 +261,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
 
         # Whole projections: a tile's last one would otherwise be a slow one.
         rows = max(1, min(PRODUCT_ROWS, _largest(workspace_of, budget, p)) // logit_rows) * logit_rows
-        return Plan(p, "frozen", rows, logit_rows, p.vocab_size, 2.0, workspace_of(rows), budget)
+        return Plan(p, "frozen", rows, logit_rows, p.vocab_size, 2.0 + p.teacher_gemms, workspace_of(rows), budget)
 
     return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
 
@@ -340,7 +286,7 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
 
     choices = _logit_rows(p)
     logit_rows = next((rows for rows in choices if workspace_of(rows) <= budget), choices[-1])
-    gemms = 1.0 + p.hidden_grad + p.weight_grad
+    gemms = 1.0 + p.hidden_grad + p.weight_grad + p.teacher_gemms
     return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace_of(logit_rows), budget)
 
 
@@ -364,7 +310,8 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     largest = max(group.count for group in groups)
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
-    gemms = 1.0 + p.hidden_grad + p.weight_grad + again / max(1, p.tokens)
+    once = 1.0 + p.teacher_gemms
+    gemms = once + p.hidden_grad + p.weight_grad + once * again / max(1, p.tokens)
     logit_rows = min(rows, logit_rows)
     return Plan(p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace_of(rows), budget, len(groups))
 
@@ -379,9 +326,10 @@ def _rows_or_one(p: Problem) -> tuple[int, ...]:
 
 
 def _plan_recompute(p: Problem, budget: int) -> Plan:
-    compact = _compact_bytes(p)
+    compact = _compact_bytes(p) + p.teacher_compact_bytes
     accumulator = p.hidden_grad * p.tokens * p.hidden_size * p.statistics_bytes
-    per_column = max(p.tokens, 1) * (p.logits_bytes + (0 if p.in_place else p.compute_bytes))
+    kinds = p.logits_bytes + p.teacher_column_bytes + (0 if p.in_place else p.compute_bytes)
+    per_column = max(p.tokens, 1) * kinds
     rows, forward_columns, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
@@ -395,7 +343,7 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
     columns = most
     while columns > VOCAB_BLOCK and workspace_of(columns) > budget:
         columns -= VOCAB_BLOCK
-    gemms = 2.0 + p.hidden_grad + p.weight_grad
+    gemms = 2.0 + p.hidden_grad + p.weight_grad + 2 * p.teacher_gemms
     workspace = workspace_of(columns)
     return Plan(p, "recompute", rows, rows, columns, gemms, workspace, budget, forward_columns=forward_columns)
 
@@ -419,6 +367,7 @@ def plan(
     separability: str = "token",
     trainable_head: bool = True,
     trainable_hidden: bool = True,
+    teacher_hidden_size: int | None = None,
     memory_budget: int | None = None,
     strategy: str = "auto",
 ) -> Plan:
@@ -432,6 +381,7 @@ def plan(
         dtype: of the products. logits_dtype: `"float32"` or `"input"`.
         separability: of the loss: `"token"`, `"sequence"`, `"pair"`, `"batch"`.
         trainable_head, trainable_hidden: whether the weight and the hidden states need gradients.
+        teacher_hidden_size: of a second model's head over the same vocabulary, for distillation.
         memory_budget: bytes beyond inputs and returned gradients. strategy: as in `fused_linear_loss`.
 
     Returns:
@@ -439,7 +389,10 @@ def plan(
     """
     if separability not in SEPARABILITY:
         raise ValueError(f"separability: got {separability!r}, expected one of {SEPARABILITY}")
-    for name, value in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+    sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
+    if teacher_hidden_size is not None:
+        sizes["teacher_hidden_size"] = teacher_hidden_size
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}: got {value!r}, expected an int")
         if value < 1:
@@ -481,4 +434,6 @@ def plan(
         row_counts=counts,
         unit_rows=2 if separability == "pair" else 1,
     )
+    if teacher_hidden_size is not None:
+        problem = problem.beside_head(vocab_size, teacher_hidden_size, size, vocab_size=vocab_size)
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .dispatch import implementation
+from .divergence import DISTILLATION, Divergence
+from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .layer_norm import layer_norm
 from .products import matmul
@@ -19,15 +21,22 @@ __all__ = [
     "ACTIVATIONS",
     "CASTING_MODES",
     "DIFFERENTIABLE",
+    "DISTILLATION",
     "DTYPES",
     "INVALID_POSITIVE",
     "STATISTICS",
     "BernoulliState",
+    "Columns",
+    "Divergence",
+    "DivergenceState",
     "Emit",
     "LogitTransform",
     "RowState",
+    "TeacherTile",
     "bernoulli_tile",
     "differentiable_once",
+    "divergence_gradient",
+    "divergence_tile",
     "fold_tile",
     "fused_add_rms_norm",
     "gated_activation",

@@ -12,6 +12,12 @@ from .cross_entropy import (
     LigerFusedLinearBCELoss,
     LigerFusedLinearCrossEntropyLoss,
 )
+from .distillation import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+)
 from .odds_ratio import LigerFusedLinearORPOLoss
 from .policy import LigerFusedLinearGRPOLoss
 from .preference import LigerFusedLinearDPOLoss
@@ -30,9 +36,13 @@ __all__ = [
     "LigerFusedLinearBCELoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",

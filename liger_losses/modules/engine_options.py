@@ -23,12 +23,17 @@ class TilingOptions(TypedDict, total=False):
     strategy: str
 
 
-class EngineOptions(TilingOptions, total=False):
+class HeadOptions(TilingOptions, total=False):
     """The same, and what a model does to its logits."""
 
-    temperature: float
     softcap: float | None
     logit_scale: float | None
+
+
+class EngineOptions(HeadOptions, total=False):
+    """The same, and a temperature, where a loss has none of its own."""
+
+    temperature: float
 
 
 class ReferenceOptions(EngineOptions, total=False):
@@ -72,6 +77,11 @@ def with_engine_options(init: Callable[P, None]) -> Callable[P, None]:
 def with_tiling_options(init: Callable[P, None]) -> Callable[P, None]:
     """The same for `TilingOptions`, where a constructor names some of the others by position."""
     return _with(TilingOptions, init)
+
+
+def with_head_options(init: Callable[P, None]) -> Callable[P, None]:
+    """The same for `HeadOptions`."""
+    return _with(HeadOptions, init)
 
 
 def with_reference_options(init: Callable[P, None]) -> Callable[P, None]:

@@ -14,14 +14,19 @@ from .conftest import INTERPRETED
 HERE = Path(__file__).resolve().parent
 
 
+FILES = (
+    "tile_statistics", "tile_gradient", "bernoulli_tile", "divergence_tile", "scaled_cast", "norms", "gated_activation",
+    "rotary",
+)  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is the session that the test below starts")
-def test_the_kernels_under_the_interpreter() -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_the_kernels_under_the_interpreter(name: str) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
-         "tests/kernels/test_tile_statistics.py", "tests/kernels/test_tile_gradient.py",
-         "tests/kernels/test_scaled_cast.py", "tests/kernels/test_norms.py",
-         "tests/kernels/test_gated_activation.py", "tests/kernels/test_rotary.py"],
+         f"tests/kernels/test_{name}.py"],
         cwd=HERE.parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -1,0 +1,97 @@
+"""The shapes of one call, and the bytes and products that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+def padded_columns(vocab_size: int) -> int:
+    """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
+    return -(-vocab_size // 8) * 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes of one call."""
+
+    tokens: int  # scored
+    positions: int  # all, R * T
+    hidden_size: int
+    vocab_size: int
+    compute_bytes: int = 2
+    logits_bytes: int = 4
+    statistics_bytes: int = 4
+    hidden_itemsize: int = 2  # of the caller's tensors, hence of the returned gradients
+    weight_itemsize: int = 2
+    hidden_grad: bool = True
+    weight_grad: bool = True
+    bias_grad: bool = False
+    only_logprob_grad: bool = True
+    immediate_allowed: bool = False
+    cast_weight: bool = False  # a copy of the weight in the compute dtype is made
+    wide_weight_sum: bool = False  # "cached" passes through an fp32 [V, H] (fp16, or a dtype other than the weight's)
+    separability: str = "token"
+    row_counts: tuple[int, ...] = ()
+    max_units: int | None = None
+    unit_rows: int = 1  # rows of one unit
+    two_heads: bool = False  # a second model's logits lie beside each tile: what it adds, in bytes
+    teacher_row_bytes: int = 0  # a row projected at a time: its logits, and a copy of what they are made of
+    teacher_column_bytes: int = 0  # a token and column of a vocabulary block
+    teacher_compact_bytes: int = 0  # copies of all scored tokens' hidden states
+    teacher_fixed_bytes: int = 0  # a copy of the weight
+    teacher_gemms: float = 0.0  # of its projection
+
+    @property
+    def any_grad(self) -> bool:
+        return self.hidden_grad or self.weight_grad or self.bias_grad
+
+    @property
+    def padded_vocab(self) -> int:
+        return padded_columns(self.vocab_size)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether "recompute" writes a block's gradient over its logits."""
+        return self.logits_bytes == self.compute_bytes
+
+    @property
+    def returned_bytes(self) -> int:
+        return self.returned_hidden + self.returned_weight
+
+    @property
+    def returned_hidden(self) -> int:
+        return self.hidden_grad * self.positions * self.hidden_size * self.hidden_itemsize
+
+    @property
+    def returned_weight(self) -> int:
+        return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.positions * self.hidden_size * self.compute_bytes
+
+    def beside_logits(self, columns: int, itemsize: int) -> Problem:
+        """With a second model's logits that exist: read where they lie, or gathered."""
+        scattered = self.tokens < self.positions
+        return replace(
+            self,
+            two_heads=True,
+            teacher_row_bytes=columns * itemsize * scattered,
+            teacher_column_bytes=itemsize * scattered,
+        )
+
+    def beside_head(
+        self, columns: int, hidden_size: int, hidden_itemsize: int, *, vocab_size: int, cast_weight: bool = False
+    ) -> Problem:
+        """With a second model's head, of which `columns` are projected: each of the buffers of `walk.teacher_rows`."""
+        scattered, cast = self.tokens < self.positions, hidden_itemsize != self.compute_bytes
+        own = self.compute_bytes * (scattered or cast) + hidden_itemsize * (scattered and cast)
+        return replace(
+            self,
+            two_heads=True,
+            teacher_row_bytes=padded_columns(columns) * self.logits_bytes + hidden_size * own,
+            teacher_column_bytes=self.logits_bytes,
+            teacher_compact_bytes=self.tokens * hidden_size * own,
+            teacher_fixed_bytes=vocab_size * hidden_size * self.compute_bytes * cast_weight,
+            teacher_gemms=columns * hidden_size / (self.vocab_size * self.hidden_size),
+        )
