@@ -12,6 +12,7 @@ from .cross_entropy import (
     LigerFusedLinearBCELoss,
     LigerFusedLinearCrossEntropyLoss,
 )
+from .divergence import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 from .odds_ratio import LigerFusedLinearORPOLoss
 from .policy import LigerFusedLinearGRPOLoss
 from .preference import LigerFusedLinearDPOLoss
@@ -21,6 +22,7 @@ from .reference_free import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTPOLoss,
 )
+from .topk import linear_topk_logprobs
 from .unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 
 __all__ = [
@@ -37,4 +39,8 @@ __all__ = [
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTPOLoss",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerTVDLoss",
+    "linear_topk_logprobs",
 ]
