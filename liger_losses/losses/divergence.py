@@ -13,29 +13,30 @@ from ._checks import check_choice, check_flag, check_float_tensor, check_number
 from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, must_cover, probability_times
 
 ENDPOINTS = ("trl", "formula")
-VOCABULARIES = ("same", "shared", "padded")
+VOCABULARIES = ("shared", "padded")
 
 
 def check_divergence(
-    kind: str, beta: float | None, alpha: float | None, mu: float | None, endpoints: str
+    kind: str,
+    endpoints: str,
+    **given: float | None,  # beta, skew, alpha, mu
 ) -> DivergenceNumbers:
     """The numbers of a kind, its own defaults where None; raises for what it does not read."""
     check_choice("kind", kind, tuple(DIVERGENCES))
     check_choice("endpoints", endpoints, ENDPOINTS)
     reads = dict(DIVERGENCES[kind].reads)
-    given = {"beta": beta, "alpha": alpha, "mu": mu}
     for name, value in given.items():
         if value is None:
             continue
         if name not in reads:
             raise ValueError(f"{name}: got {value!r} with kind={kind!r}, expected None: nothing would read it")
-        if kind == "alpha_divergence":
-            check_number(name, value)
-        else:
-            check_number(name, value, low=0, high=1)
+        bounds = {} if name == "alpha" else {"low": 0, "high": 1}
+        check_number(name, value, **bounds)
+        if name == "skew" and value == 1:
+            raise ValueError("skew: got 1, expected 0 <= skew < 1: the divergence is 0 whatever the student")
     if endpoints != "trl" and kind != "jsd":
         raise ValueError(f"endpoints: got {endpoints!r} with kind={kind!r}, expected 'trl': nothing would read it")
-    numbers = {name: default if given[name] is None else given[name] for name, default in reads.items()}
+    numbers = {name: default if given.get(name) is None else given[name] for name, default in reads.items()}
     return DivergenceNumbers(**numbers, endpoints=endpoints)  # type: ignore[arg-type]
 
 
@@ -45,12 +46,14 @@ def divergence(
     *,
     kind: str = "forward_kl",
     beta: float | None = None,
+    skew: float | None = None,
     alpha: float | None = None,
     mu: float | None = None,
     endpoints: str = "trl",
     temperature: float = 1.0,
-    temperature_squared: bool = False,
-    vocabulary: str = "same",
+    teacher_temperature: float | None = None,
+    scale_by_squared_temperature: bool = False,
+    vocabulary: str = "shared",
     mask: Tensor | None = None,  # [*] bool, True where the token is scored
 ) -> Tensor:
     """The divergence of every token, `[*]` in nats, between `s = softmax(z_s / T)` and `t = softmax(z_t / T)`.
@@ -61,17 +64,16 @@ def divergence(
         student_logits, teacher_logits: `-inf` is a probability of 0. 16-bit logits are computed with in fp32. The
             teacher is a constant: no gradient goes to it.
         kind: a row of `DIVERGENCES`.
-        beta: of "jsd", in `[0, 1]`, default 0.5.
-        alpha: of "skewed_kl" and "skewed_reverse_kl", in `[0, 1]`, default 0.1; of "alpha_divergence", any, default
-            0.5.
-        mu: of "akl", the teacher's mass that makes the head, in `[0, 1]`, default 0.5.
+        beta: of "jsd", in `[0, 1]`, default 0.5. skew: of the two skewed KL, in `[0, 1)`, default 0.1. alpha: of
+            "alpha", default 0.5. mu: of "akl", the teacher's mass that makes the head, in `[0, 1]`, default 0.5.
         endpoints: of "jsd" at `beta` 0 and 1. `"trl"`, which is liger-kernel's as well: forward and reverse KL.
             `"formula"`: what the formula gives, 0.
         temperature: `T` of both models. It divides the logits of "cosine" and "mse" too (the first does not change).
-        temperature_squared: multiply by `T^2`, so that the gradient's size does not depend on `T` (Hinton et al.).
-            Off by default, as in TRL and liger-kernel.
-        vocabulary: what becomes of different numbers of logits. `"same"`: they are refused. `"shared"`: only the
-            first `min(V_s, V_t)` exist, and both softmaxes are over these. `"padded"`: each model gives probability 0
+        teacher_temperature: of the teacher alone; None: as `temperature`.
+        scale_by_squared_temperature: multiply by `T^2`, so that the gradient's size does not depend on `T` (Hinton et
+            al.). Off by default, as in TRL and liger-kernel.
+        vocabulary: of two vocabularies that agree on their first columns and differ in length. `"shared"`: only the
+            columns that both have exist, and both softmaxes are over these. `"padded"`: each model gives probability 0
             to what it lacks; refused where the divergence would be infinite, and for kinds of logits.
         mask: rows where it is False give 0, and whatever their logits hold reaches no gradient.
 
@@ -81,17 +83,21 @@ def divergence(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    numbers = check_divergence(kind, beta, alpha, mu, endpoints)
+    numbers = check_divergence(kind, endpoints, beta=beta, skew=skew, alpha=alpha, mu=mu)
     check_number("temperature", temperature, above=0)
-    check_flag("temperature_squared", temperature_squared)
+    check_flag("scale_by_squared_temperature", scale_by_squared_temperature)
     check_choice("vocabulary", vocabulary, VOCABULARIES)
-    check_pair(("student_logits", "teacher_logits"), student_logits, teacher_logits, mask, last=vocabulary == "same")
+    check_pair(("student_logits", "teacher_logits"), student_logits, teacher_logits, mask, same_size=False)
     student, teacher = _one_vocabulary(student_logits, teacher_logits.detach(), kind, numbers, vocabulary)
-    student, teacher = (z / temperature for z in scored_rows(student, teacher, mask))
+    if teacher_temperature is None:
+        teacher_temperature = temperature
+    check_number("teacher_temperature", teacher_temperature, above=0)
+    student, teacher = scored_rows(student, teacher, mask)
+    student, teacher = student / temperature, teacher / teacher_temperature
     if not DIVERGENCES[kind].of_logits:
         student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     value = DIVERGENCES[kind].function(student, teacher, numbers)
-    if temperature_squared:
+    if scale_by_squared_temperature:
         value = value * temperature**2
     return not_negative(value)
 
@@ -102,6 +108,7 @@ def logprob_divergence(
     *,
     kind: str = "forward_kl",
     beta: float | None = None,
+    skew: float | None = None,
     alpha: float | None = None,
     mu: float | None = None,
     endpoints: str = "trl",
@@ -112,7 +119,7 @@ def logprob_divergence(
     Every entry is a variable of its own: the gradient is the one with respect to log-probabilities, and a sum over
     part of the vocabulary may be negative. "cosine" and "mse" are of logits and refused.
     """
-    numbers = check_divergence(kind, beta, alpha, mu, endpoints)
+    numbers = check_divergence(kind, endpoints, beta=beta, skew=skew, alpha=alpha, mu=mu)
     if DIVERGENCES[kind].of_logits:
         raise ValueError(f"kind: got {kind!r}, which is of logits; expected a divergence of probabilities")
     check_pair(("student_logprobs", "teacher_logprobs"), student_logprobs, teacher_logprobs, mask)
@@ -136,19 +143,17 @@ def kl_terms(
 
 
 def check_pair(
-    names: tuple[str, str], student: Tensor, teacher: Tensor, mask: Tensor | None, last: bool = True
+    names: tuple[str, str], student: Tensor, teacher: Tensor, mask: Tensor | None, same_size: bool = True
 ) -> None:
-    """Raise unless both are floating-point of one shape `[*, V]` (V may differ without `last`), and the mask `[*]`."""
+    """Raise unless both are floating-point of one shape `[*, V]` (V may differ without `same_size`), the mask `[*]`."""
     for name, tensor in zip(names, (student, teacher), strict=True):
         check_float_tensor(name, tensor)
         if tensor.dim() == 0 or tensor.shape[-1] == 0:
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [*, V] with V >= 1")
-    stop = None if last else -1
+    stop = None if same_size else -1
     if student.shape[:stop] != teacher.shape[:stop]:
-        hint = "" if student.shape[:-1] != teacher.shape[:-1] or names[0] != "student_logits" else (
-            "; vocabulary='shared' or 'padded' says what different sizes mean"
-        )  # fmt: skip
-        raise ValueError(f"{names[1]}: got shape {list(teacher.shape)}, expected {list(student.shape)}{hint}")
+        expected = list(student.shape) if same_size else [*student.shape[:-1], "V"]
+        raise ValueError(f"{names[1]}: got shape {list(teacher.shape)}, expected {expected}")
     if mask is not None:
         check_row_mask(mask, student.shape[:-1])
 

@@ -1,7 +1,8 @@
 """The kinds of divergence between a student and a teacher: one function and one row of `DIVERGENCES` each.
 
 Everything is exact where a probability is 0 (`0 log 0 = 0`, in the gradient as well), and infinite only where the
-mathematics is: a KL whose first argument has mass where the second has none.
+mathematics is: a KL whose first argument has mass where the second has none. A token whose divergence is infinite
+through the teacher's zeros sends no gradient back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class DivergenceNumbers:
     """The numbers that a kind reads, each already checked."""
 
     beta: float = 0.5
+    skew: float = 0.1
     alpha: float = 0.5
     mu: float = 0.5
     endpoints: str = "trl"
@@ -72,7 +74,14 @@ def _forward_kl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Ten
 
 
 def _reverse_kl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
-    return probability_times(log_s, log_ratio(log_s, log_t)).sum(-1)
+    ratio = log_ratio(log_s, log_t)
+    infinite = (ratio == torch.inf) & (log_s.exp() > 0)
+    return _with_infinite(probability_times(log_s, ratio.masked_fill(infinite, 0)).sum(-1), infinite.any(-1))
+
+
+def _with_infinite(value: Tensor, infinite: Tensor) -> Tensor:
+    """`value`, infinite and without a gradient where `infinite`: autograd would make NaN of infinity times 0."""
+    return value.masked_fill(infinite, torch.inf)
 
 
 def _jsd(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
@@ -86,16 +95,16 @@ def _jsd(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
     return (beta * teacher + (1 - beta) * student).sum(-1)
 
 
-def _skewed_kl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
-    if numbers.alpha == 0:
+def _skewed_forward_kl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
+    if numbers.skew == 0:
         return _forward_kl(log_s, log_t, numbers)
-    return probability_times(log_t, -_log_mix(log_ratio(log_s, log_t), numbers.alpha)).sum(-1)
+    return probability_times(log_t, -_log_mix(log_ratio(log_s, log_t), numbers.skew)).sum(-1)
 
 
 def _skewed_reverse_kl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
-    if numbers.alpha == 0:
+    if numbers.skew == 0:
         return _reverse_kl(log_s, log_t, numbers)
-    return probability_times(log_s, -_log_mix(-log_ratio(log_s, log_t), numbers.alpha)).sum(-1)
+    return probability_times(log_s, -_log_mix(-log_ratio(log_s, log_t), numbers.skew)).sum(-1)
 
 
 def _tvd(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
@@ -103,10 +112,11 @@ def _tvd(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
 
 
 def _jeffreys(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
-    return _forward_kl(log_s, log_t, numbers) + _reverse_kl(log_s, log_t, numbers)
+    reverse = _reverse_kl(log_s, log_t, numbers)
+    return _with_infinite(_forward_kl(log_s, log_t, numbers) + reverse, reverse == torch.inf)
 
 
-def _alpha_divergence(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
+def _alpha(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
     alpha = numbers.alpha
     if abs(alpha) < 1e-6:
         return _reverse_kl(log_s, log_t, numbers)
@@ -115,13 +125,17 @@ def _alpha_divergence(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) 
     # alpha t + (1 - alpha) s - t^alpha s^(1 - alpha), relative to the larger of t and s: no difference of near-equal
     # sums, and no exponent that overflows.
     u = log_ratio(log_s, log_t)
+    infinite = ((u == torch.inf) & (log_s.exp() > 0)) if alpha < 0 else ((u == -torch.inf) & (log_t.exp() > 0))
+    if not 0 < alpha < 1:
+        u = u.masked_fill(infinite, 0)
     below, above = u.clamp(max=0), u.clamp(min=0)
     terms = torch.where(
         u <= 0,
         probability_times(log_t, (1 - alpha) * torch.expm1(below) - torch.expm1((1 - alpha) * below)),
         probability_times(log_s, alpha * torch.expm1(-above) - torch.expm1(-alpha * above)),
     )
-    return terms.sum(-1) / (alpha * (1 - alpha))
+    value = terms.sum(-1) / (alpha * (1 - alpha))
+    return value if 0 < alpha < 1 else _with_infinite(value, infinite.any(-1))
 
 
 def _akl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
@@ -133,7 +147,8 @@ def _akl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
         total = gap.sum(-1)
         share = torch.where(total > 0, head / total.masked_fill(total == 0, 1), 0.5).clamp(max=1)
     forward, reverse = _forward_kl(log_s, log_t, numbers), _reverse_kl(log_s, log_t, numbers)
-    return share * forward.masked_fill(share == 0, 0) + (1 - share) * reverse.masked_fill(share == 1, 0)
+    value = share * forward.masked_fill(share == 0, 0) + (1 - share) * reverse.masked_fill(share == 1, 0)
+    return _with_infinite(value, (reverse == torch.inf) & (share < 1))
 
 
 def _finite_on_either(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,16 +181,14 @@ DIVERGENCES: dict[str, DivergenceKind] = {
         "Agarwal et al., GKD, arXiv:2306.13649",
         (("beta", 0.5),),
     ),
-    "skewed_kl": DivergenceKind(_skewed_kl, "KL(t || alpha t + (1 - alpha) s)", _SKEW, (("alpha", 0.1),)),
-    "skewed_reverse_kl": DivergenceKind(
-        _skewed_reverse_kl, "KL(s || alpha s + (1 - alpha) t)", _SKEW, (("alpha", 0.1),)
-    ),
+    "skewed_forward_kl": DivergenceKind(_skewed_forward_kl, "KL(t || skew t + (1 - skew) s)", _SKEW, (("skew", 0.1),)),
+    "skewed_reverse_kl": DivergenceKind(_skewed_reverse_kl, "KL(s || skew s + (1 - skew) t)", _SKEW, (("skew", 0.1),)),
     "tvd": DivergenceKind(_tvd, "1/2 sum |s - t|", "Wen et al., f-distill, arXiv:2307.15190"),
     "jeffreys": DivergenceKind(
         _jeffreys, "KL(t||s) + KL(s||t)", "Jeffreys, An invariant form for the prior probability, 1946"
     ),
-    "alpha_divergence": DivergenceKind(
-        _alpha_divergence,
+    "alpha": DivergenceKind(
+        _alpha,
         "(1 - sum t^alpha s^(1 - alpha)) / (alpha (1 - alpha)); KL(s||t) at 0, KL(t||s) at 1",
         "Wang et al., AlphaNet, arXiv:2102.07954",
         (("alpha", 0.5),),
@@ -200,14 +213,14 @@ def must_cover(kind: str, numbers: DivergenceNumbers) -> set[str]:
     alpha, trl = numbers.alpha, numbers.endpoints == "trl"
     student = (
         kind in ("forward_kl", "jeffreys", "akl")
-        or (kind == "skewed_kl" and alpha == 0)
-        or (kind == "alpha_divergence" and alpha >= 1)
+        or (kind == "skewed_forward_kl" and numbers.skew == 0)
+        or (kind == "alpha" and alpha >= 1)
         or (kind == "jsd" and numbers.beta == 0 and trl)
     )
     teacher = (
         kind in ("reverse_kl", "jeffreys", "akl")
-        or (kind == "skewed_reverse_kl" and alpha == 0)
-        or (kind == "alpha_divergence" and alpha <= 0)
+        or (kind == "skewed_reverse_kl" and numbers.skew == 0)
+        or (kind == "alpha" and alpha <= 0)
         or (kind == "jsd" and numbers.beta == 1 and trl)
     )
     return {side for side, must in (("student", student), ("teacher", teacher)) if must}

@@ -24,6 +24,7 @@ def topk_divergence(
     kind: str = "forward_kl",
     tail: str = "renormalise",
     beta: float | None = None,
+    skew: float | None = None,
     alpha: float | None = None,
     endpoints: str = "trl",
     mask: Tensor | None = None,  # [*] bool, True where the token is scored
@@ -49,13 +50,13 @@ def topk_divergence(
         kind: an f-divergence of `DIVERGENCES`, that is any but "akl", "cosine" and "mse". With "renormalise" the
             divergence must be finite where the teacher is 0, which no reverse KL is; with "drop" it must be
             "forward_kl", "reverse_kl" or "jsd".
-        beta, alpha, endpoints: as in `divergence`.
+        beta, skew, alpha, endpoints: as in `divergence`.
         mask: as in `divergence`.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    numbers = check_divergence(kind, beta, alpha, None, endpoints)
+    numbers = check_divergence(kind, endpoints, beta=beta, skew=skew, alpha=alpha)
     check_choice("tail", tail, TAILS)
     if not DIVERGENCES[kind].is_f:
         raise ValueError(f"kind: got {kind!r}, which needs the whole vocabulary; expected an f-divergence")
