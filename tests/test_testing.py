@@ -79,15 +79,15 @@ def test_a_mapping_fixes_rows_and_tokens() -> None:
 def test_every_strategy_is_run_and_long_rows_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the grid says it covers: the plans that were made."""
     plans = []
-    import liger_losses.chunked.api as api
+    import liger_losses.chunked.calls as calls
 
-    make_plan = api.make_plan
+    make_plan = calls.make_plan
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         plans.append(make_plan(*args, **kwargs))
         return plans[-1]
 
-    monkeypatch.setattr(api, "make_plan", recorded)
+    monkeypatch.setattr(calls, "make_plan", recorded)
     assert_fused_matches_unfused(ToyLoss("sequence"))
     assert {plan.strategy for plan in plans} == {"immediate", "cached", "recompute", "frozen"}
     assert any(plan.strategy == "immediate" and plan.tile_rows == 128 and plan.gemms > 3 for plan in plans)

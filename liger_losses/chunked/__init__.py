@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from ..kernels import Divergence
 from .api import fused_linear_loss, linear_logprobs
+from .distillation import DistillationLoss, fused_linear_distillation, linear_divergence
 from .logits import logit_statistics
 from .loss import Loss
 from .planner import Plan, plan
 from .tokens import ScoredTokens
 
-__all__ = ["Loss", "Plan", "ScoredTokens", "fused_linear_loss", "linear_logprobs", "logit_statistics", "plan"]
+__all__ = [
+    "DistillationLoss",
+    "Divergence",
+    "Loss",
+    "Plan",
+    "ScoredTokens",
+    "fused_linear_distillation",
+    "fused_linear_loss",
+    "linear_divergence",
+    "linear_logprobs",
+    "logit_statistics",
+    "plan",
+]

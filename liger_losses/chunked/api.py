@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import overload
 
-import torch
 from torch import Tensor
 
-from ..kernels import LogitTransform
-from .deferred import describe, forward, outside_autocast
-from .head import Precision, check_head, choose_precision
-from .head_tensors import HeadTensors, check_head_tensors, make_transform
-from .immediate import ImmediateCall, ImmediateFunction
-from .loss import (
-    Loss,
-    check_differentiable,
-    check_loss,
-    check_result,
-    check_statistics,
-    differentiable_statistics,
-    only_logprob,
-    prepared_inputs,
-    rows_per_unit,
-)
-from .operators import token_statistics
-from .planner import STRATEGIES, Plan, make_plan
-from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
-from .walk import TileWalk
+from .calls import per_token, prepare, run_loss, token_values
+from .head_tensors import HeadTensors, make_transform
+from .loss import Loss, check_differentiable, check_statistics
+from .planner import STRATEGIES
+from .tokens import ScoredTokens
 
 
 @overload
@@ -144,19 +128,11 @@ def linear_logprobs(
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
                          f"{STRATEGIES[1:]}")  # fmt: skip
-    prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
-    tensors = check_head_tensors(
-        HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
-        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
-    )  # fmt: skip
-    transform = make_transform(logit_scale, softcap, temperature)
-    if not wanted:
-        prepared.needs = (False, False, False)
-    values = _deferred(prepared, transform, tensors, names, wanted, strategy, memory_budget)
-    shaped = {
-        name: (value if name in wanted else value.detach()).reshape(prepared.shape) for name, value in values.items()
-    }
-    return shaped["logprob"] if statistics is None else shaped
+    call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
+    call.read(HeadTensors(per_token(temperature), column_weights, positives), names)
+    call.transform = make_transform(logit_scale, softcap, temperature)
+    values = token_values(call, names, wanted, strategy, memory_budget)
+    return values["logprob"] if statistics is None else values
 
 
 def fused_linear_loss(
@@ -207,267 +183,10 @@ def fused_linear_loss(
     Raises:
         TypeError, ValueError: before any work, naming the argument.
     """
-    check_loss(loss)
-    inputs = {} if inputs is None else dict(inputs)
-    if max_units is not None and (isinstance(max_units, bool) or not isinstance(max_units, int)):
-        raise TypeError(f"max_units: got {max_units!r}, expected an int")
-    if max_units is not None and max_units < 1:
-        raise ValueError(f"max_units: got {max_units}, expected >= 1")
-    prepared = _prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
-    if max_units is not None and strategy not in ("auto", "immediate"):
-        raise ValueError(
-            f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "
-            "strategy 'auto' or 'immediate'"
-        )
-    unit_rows = _check_units(loss, hidden, inputs)
-    if token_statistics:
-        check_statistics("token_statistics", token_statistics)
-    names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
-    tensors = check_head_tensors(
-        HeadTensors(temperature if isinstance(temperature, Tensor) else None, column_weights, positives),
-        names, prepared.shape, weight.shape[0], weight.device, ignore_index,
+    given = HeadTensors(per_token(temperature), column_weights, positives)
+    return run_loss(
+        loss, hidden, weight, target, bias, inputs,
+        given=given, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=max_units,
+        token_statistics=token_statistics,
     )  # fmt: skip
-    transform = make_transform(logit_scale, softcap, temperature)
-    differentiable = differentiable_statistics(loss)
-    scored = None if torch.compiler.is_compiling() else prepared.scored_tokens().to(hidden.device)
-    mask = prepared.target_tensor() != ignore_index if scored is None else scored.mask
-    inputs = prepared_inputs(loss, mask, inputs)
-    _check_inputs(loss, hidden, inputs, unit_rows)
-    fixed = not any(value.requires_grad for value in inputs.values())
-    if strategy == "immediate" and not fixed:
-        raise ValueError("strategy: got 'immediate' while one of inputs requires a gradient, which only a deferred "
-                         "strategy sends back; expected 'cached' or 'recompute'")  # fmt: skip
-    totals = loss.totals(mask, inputs)
-    if scored is not None:
-        allowed = fixed and any(prepared.needs)
-        plan = _plan(
-            prepared, scored, differentiable, strategy, memory_budget,
-            immediate_allowed=allowed, separability=loss.separability, max_units=max_units,
-            unit_rows=unit_rows,
-        )  # fmt: skip
-        if plan.strategy == "immediate":
-            return _immediate(prepared, scored, transform, tensors, plan, loss, token_statistics, inputs, totals)
-        values = _run(prepared, scored, transform, tensors, names, differentiable, plan.strategy, memory_budget)
-    else:
-        values = _deferred(prepared, transform, tensors, names, differentiable, strategy, memory_budget)
-    shaped = {
-        name: (value if name in differentiable else value.detach()).view(prepared.shape)
-        for name, value in values.items()
-    }
-    value, metrics = loss(shaped, mask, inputs, totals)
-    check_result(value, metrics)
-    metrics = {name: metric.detach() for name, metric in metrics.items()}
-    return value, _joined(metrics, {name: shaped[name].detach() for name in token_statistics})
-
-
-def _joined(metrics: dict[str, Tensor], reported: dict[str, Tensor]) -> dict[str, Tensor]:
-    both = sorted(set(metrics) & set(reported))
-    if both:
-        raise ValueError(f"token_statistics: got {', '.join(both)}, which the loss returns as metrics of its own")
-    return metrics | reported
-
-
-def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
-    """Rows of one unit."""
-    rows, unit_rows = hidden.shape[0], rows_per_unit(loss)
-    if rows % unit_rows:
-        raise ValueError(
-            f"hidden: got {rows} rows for a loss over units of {unit_rows}, expected a multiple of {unit_rows}: the "
-            "first rows of all units, then their second rows, and so on (pairs: chosen, then rejected)"
-        )
-    for name, value in inputs.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
-    return unit_rows
-
-
-def _check_inputs(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor], unit_rows: int) -> None:
-    rows, length = hidden.shape[:2]
-    for name, value in inputs.items():
-        if value.dim() == 0:  # of the batch, not of its rows
-            continue
-        if loss.separability == "token":
-            if value.shape[:2] != (rows, length):
-                raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
-            continue
-        firsts = {"pair": (rows, rows // unit_rows), "batch": (rows, rows // 2)}.get(loss.separability, (rows,))
-        if value.shape[0] not in firsts:
-            raise ValueError(
-                f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "
-                + " or ".join(map(str, firsts))
-            )
-
-
-class _Prepared:
-    """Checked tensors of a call, flattened to `[R * T, ...]`."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor | ScoredTokens,
-        ignore_index: int,
-        precision: Precision,
-    ) -> None:
-        self.shape = hidden.shape[:-1]
-        self.hidden = hidden.reshape(-1, hidden.shape[-1])
-        self.weight, self.bias, self.ignore_index, self.precision = weight, bias, ignore_index, precision
-        self._target = target
-        grad = torch.is_grad_enabled()
-        self.needs = (
-            grad and hidden.requires_grad,
-            grad and weight.requires_grad,
-            grad and bias is not None and bias.requires_grad,
-        )
-
-    def scored_tokens(self) -> ScoredTokens:
-        scored = (
-            self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
-        )
-        scored.check_range(self.weight.shape[0])
-        return scored
-
-    def target_tensor(self) -> Tensor:
-        """The targets `[R, T]`, for the traced path."""
-        target = self._target.target if isinstance(self._target, ScoredTokens) else self._target
-        return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device, torch.int64)
-
-
-def _prepare(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | ScoredTokens,
-    bias: Tensor | None,
-    ignore_index: int,
-    logits_dtype: str,
-) -> _Prepared:
-    check_ignore_index(ignore_index)
-    if isinstance(target, ScoredTokens):
-        if target.ignore_index != ignore_index:
-            raise ValueError(f"ignore_index: got {ignore_index}, but target was read with {target.ignore_index}")
-    elif not isinstance(target, Tensor):
-        raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
-    else:
-        check_target(target)
-    check_head(hidden, weight, bias, target.shape)
-    return _Prepared(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype))
-
-
-def _plan(
-    prepared: _Prepared,
-    scored: ScoredOnDevice,
-    differentiable: tuple[str, ...],
-    strategy: str,
-    memory_budget: int | None,
-    **more: Any,
-) -> Plan:
-    problem = describe(
-        prepared.hidden, prepared.weight, scored.row_counts, prepared.precision, prepared.needs,
-        only_logprob_grad=only_logprob(differentiable), **more,
-    )  # fmt: skip
-    return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
-
-
-def _immediate(
-    prepared: _Prepared,
-    scored: ScoredOnDevice,
-    transform: LogitTransform,
-    tensors: HeadTensors,
-    plan: Plan,
-    loss: Loss,
-    report: tuple[str, ...],
-    inputs: Mapping[str, Tensor],
-    totals: Mapping[str, Tensor],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    with outside_autocast(prepared.hidden.device):
-        walk = _walk(prepared, scored, transform, plan, tensors)
-        call = ImmediateCall(walk, loss, report, inputs, totals, prepared.needs, [])
-        value, *rest = ImmediateFunction.apply(prepared.hidden, prepared.weight, prepared.bias, call)
-    metrics, reported = rest[: len(call.names)], rest[len(call.names) :]
-    return value, _joined(dict(zip(call.names, metrics, strict=True)), dict(zip(report, reported, strict=True)))
-
-
-def _deferred(
-    prepared: _Prepared,
-    transform: LogitTransform,
-    tensors: HeadTensors,
-    names: tuple[str, ...],
-    differentiable: tuple[str, ...],
-    strategy: str,
-    memory_budget: int | None,
-) -> dict[str, Tensor]:
-    if torch.compiler.is_compiling():
-        resolved = _traced_strategy(prepared, differentiable, strategy)
-        return _run(prepared, None, transform, tensors, names, differentiable, resolved, memory_budget)
-    scored = prepared.scored_tokens().to(prepared.hidden.device)
-    plan = _plan(prepared, scored, differentiable, strategy, memory_budget)
-    if not any(prepared.needs):
-        # Nothing for autograd to see: straight to the walk, since what is done before the first product is waited for.
-        with outside_autocast(prepared.hidden.device):
-            values, *_ = forward(_walk(prepared, scored, transform, plan, tensors), names, prepared.needs, 0)
-        return dict(zip(names, values, strict=True))
-    return _run(prepared, scored, transform, tensors, names, differentiable, plan.strategy, memory_budget)
-
-
-def _walk(
-    prepared: _Prepared, scored: ScoredOnDevice, transform: LogitTransform, plan: Plan, tensors: HeadTensors
-) -> TileWalk:
-    bias = None if prepared.bias is None else prepared.bias.detach()
-    hidden, weight = prepared.hidden.detach(), prepared.weight.detach()
-    return TileWalk(hidden, weight, bias, scored, transform, prepared.precision, plan, tensors)
-
-
-def _traced_strategy(prepared: _Prepared, differentiable: tuple[str, ...], strategy: str) -> str:
-    """While tracing, the number of scored tokens is unknown: decide from the shapes that are."""
-    if strategy != "auto":
-        return strategy
-    one_matrix = only_logprob(differentiable)
-    if not any(prepared.needs) or (one_matrix and not (prepared.needs[1] or prepared.needs[2])):
-        return "frozen"
-    # The cache of all positions is no larger than an fp32 sum of the head's gradient would be.
-    small = prepared.hidden.shape[0] * prepared.precision.compute.itemsize <= 4 * prepared.weight.shape[1]
-    return "cached" if one_matrix and small else "recompute"
-
-
-def _run(
-    prepared: _Prepared,
-    scored: ScoredOnDevice | None,
-    transform: LogitTransform,
-    tensors: HeadTensors,
-    names: tuple[str, ...],
-    differentiable: tuple[str, ...],
-    strategy: str,
-    memory_budget: int | None,
-) -> dict[str, Tensor]:
-    precision = prepared.precision
-    if scored is None:
-        target, index, counts = prepared.target_tensor(), None, None
-    else:
-        # An operator's list argument may not be empty: no row is one row of nothing.
-        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts) or [0]
-    outputs = token_statistics(
-        prepared.hidden,
-        prepared.weight,
-        prepared.bias,
-        target,
-        index,
-        counts,
-        tensors.temperature,
-        tensors.column_weights,
-        tensors.positives,
-        ",".join(names),
-        ",".join(differentiable),
-        prepared.ignore_index,
-        transform.scale,
-        transform.softcap,
-        transform.temperature,
-        precision.compute,
-        precision.logits,
-        strategy,
-        memory_budget,
-        *prepared.needs,
-    )
-    return dict(zip(names, outputs[: len(names)], strict=True))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import (
-    BernoulliState,
+    DivergenceState,
     Emit,
-    RowState,
+    TeacherTile,
     bernoulli_tile,
+    divergence_gradient,
     matmul,
     scaled_cast,
     tile_gradient,
@@ -19,8 +20,9 @@ from ..kernels import (
 from .head import Precision
 from .head_tensors import logit_coefficients
 from .planner import Problem
+from .teacher import Teacher
 from .tokens import Ranges
-from .walk import TileWalk, WeightGradient, power_of_two_at_least
+from .walk import State, TileWalk, WeightGradient, power_of_two_at_least
 
 
 def describe(
@@ -29,10 +31,11 @@ def describe(
     counts: tuple[int, ...],
     precision: Precision,
     needs: tuple[bool, bool, bool],
+    teacher: Teacher | None = None,
     **more: Any,
 ) -> Problem:
     """The planner's view of a call."""
-    return Problem(
+    problem = Problem(
         tokens=sum(counts),
         positions=hidden.numel() // hidden.shape[-1],
         hidden_size=weight.shape[1],
@@ -50,6 +53,7 @@ def describe(
         row_counts=counts,
         **more,
     )
+    return problem if teacher is None else teacher.describe(problem, precision)
 
 
 def _tile_ranges(count: int, rows: int) -> list[Ranges]:
@@ -61,7 +65,7 @@ def forward(
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     """Statistics at every position (zero where not scored), `lse`, the row factor of `G`, `G W` and `G`.
 
-    The last two are empty where they are not kept.
+    With a teacher `lse` is `[4, R * T]`, see `DivergenceState`. The last two are empty where they are not kept.
     """
     count, plan = walk.scored.count, walk.plan
     keep_product = plan.strategy in ("cached", "frozen") and needs[0]
@@ -89,6 +93,8 @@ def forward(
     everything = ((0, count),)
 
     def at_positions(values: Tensor) -> Tensor:
+        if values.dim() == 2:
+            return torch.stack([at_positions(row) for row in values])
         full = torch.zeros(walk.hidden.shape[0], dtype=values.dtype, device=values.device)
         walk.scored.scatter(values, full, everything)
         return full
@@ -103,7 +109,7 @@ def forward(
     )
 
 
-def _fold_columns(walk: TileWalk, state: RowState | BernoulliState) -> None:
+def _fold_columns(walk: TileWalk, state: State) -> None:
     """All tokens over one block of the vocabulary after the other."""
     tile, step = walk.tile(((0, walk.scored.count),)), walk.plan.forward_columns
     buffer = torch.empty(walk.scored.count, step, dtype=walk.precision.logits, device=walk.hidden.device)
@@ -198,6 +204,8 @@ def _backward_recompute(
     def compact(values: Tensor | None) -> Tensor | None:
         return None if values is None else walk.scored.gather(values, everything)
 
+    second = _Second.of(walk, lse)
+    lse = lse[0] if second is not None else lse
     # All coefficients are known here, so they go into the tile; fp16 keeps a common power of two outside.
     parts = [compact(part) for part in coefficients]
     unit = None
@@ -222,7 +230,12 @@ def _backward_recompute(
         rows, out = logits[:, :columns], gradient[:, :columns]
         matmul(tile.hidden, walk.weight[block].t(), out=rows)
         bias, weights = (None if t is None else t[block] for t in (walk.bias, walk.tensors.column_weights))
-        if tile.positives is not None:
+        if second is not None:
+            divergence_gradient(
+                rows, bias, tile.target, second.block(start, block.stop), second.state, tile.transform,
+                second.teacher.columns(vocab).block(start, block.stop), factor=dlogprob, out=out, first_column=start,
+            )  # fmt: skip
+        elif tile.positives is not None:
             bernoulli_tile(rows, bias, tile.positives, tile.transform, out=out, factor=dlogprob, first_column=start)
         else:
             tile_gradient(
@@ -247,8 +260,40 @@ def _backward_recompute(
             _block_product(out, tile.hidden, d_weight[block], unit, wide)
         if d_bias is not None and ones is not None:
             _block_product(out, ones, d_bias[block].unsqueeze(-1), unit, wide)
-    del logits, gradient, rows, out, tile  # before the hidden gradient is cast
+    del logits, gradient, rows, out, tile, second  # before the hidden gradient is cast
     return _positions(walk, d_hidden, unit, dtypes[0]), d_weight, d_bias
+
+
+class _Second:
+    """The teacher of all scored tokens, a block of its vocabulary at a time, and what forward knew of its rows."""
+
+    def __init__(self, walk: TileWalk, teacher: Teacher, kept: Tensor) -> None:
+        self._walk, self.teacher = walk, teacher
+        everything = ((0, walk.scored.count),)
+        rows = torch.stack([walk.scored.gather(row, everything) for row in kept])
+        self.state = DivergenceState.of_kept(rows, teacher.divergence)
+        self._hidden = self._buffer = None
+        if teacher.hidden is not None:
+            self._hidden = walk.scored.gather(teacher.hidden, everything).to(walk.precision.compute)
+            size = (walk.scored.count, walk.plan.vocab_block)
+            self._buffer = torch.empty(size, dtype=walk.precision.logits, device=walk.hidden.device)
+
+    @classmethod
+    def of(cls, walk: TileWalk, kept: Tensor) -> _Second | None:
+        teacher = walk.teacher
+        return None if teacher is None else cls(walk, teacher, kept)
+
+    def block(self, start: int, stop: int) -> TeacherTile:
+        """Its logits of the columns `[start, stop)`, as far as it has them."""
+        columns = self.teacher.columns(self._walk.vocab_size).block(start, stop).teacher
+        some = slice(start, start + columns)
+        if self._hidden is None or self._buffer is None:
+            assert self.teacher.logits is not None
+            rows = self._walk.scored.gather(self.teacher.logits[:, some], ((0, self._walk.scored.count),))
+        else:
+            assert self.teacher.weight is not None
+            rows = matmul(self._hidden, self.teacher.weight[some].t(), out=self._buffer[:, :columns])
+        return self.teacher.tile(rows, some)
 
 
 def _block_product(gradient: Tensor, right: Tensor, out: Tensor, unit: Tensor | None, wide: torch.dtype) -> None:

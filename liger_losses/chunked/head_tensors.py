@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import INVALID_POSITIVE, LogitTransform
+from ..kernels import DIFFERENTIABLE, DISTILLATION, INVALID_POSITIVE, STATISTICS, LogitTransform
+from .teacher import Teacher, check_teacher
 from .tokens import check_integer
 
 
@@ -18,10 +19,22 @@ class HeadTensors:
     temperature: Tensor | None = None  # [R * T], in place of the transform's one number
     column_weights: Tensor | None = None  # [V], of the statistic mean_logprob
     positives: Tensor | None = None  # [R * T, P] labels of each token: the likelihood is a product of Bernoullis
+    teacher: Teacher | None = None  # a second model: the statistics are those of `DISTILLATION`
 
     def to(self, dtype: torch.dtype) -> HeadTensors:
         temperature, weights = (None if t is None else t.to(dtype) for t in (self.temperature, self.column_weights))
-        return HeadTensors(temperature, weights, self.positives)
+        return HeadTensors(temperature, weights, self.positives, self.teacher)
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """The tensors alone, for an operator."""
+        teacher = (None,) * 4 if self.teacher is None else self.teacher.tensors
+        return (self.temperature, self.column_weights, self.positives, *teacher)
+
+    @classmethod
+    def of_flat(cls, teacher: str, *tensors: Tensor | None) -> HeadTensors:
+        temperature, column_weights, positives, *others = tensors
+        return cls(temperature, column_weights, positives, Teacher.decode(teacher, *others))
 
 
 def logit_coefficients(
@@ -52,6 +65,11 @@ def check_head_tensors(
 ) -> HeadTensors:
     """The tensors of a call, checked, flat, on the head's device. Raises before any work, naming the argument."""
     temperature, columns, positives = given.temperature, given.column_weights, given.positives
+    known = STATISTICS if given.teacher is None else DISTILLATION
+    foreign = [name for name in names if name not in known]
+    if foreign:
+        beside = "without a teacher" if given.teacher is None else "beside a teacher"
+        raise ValueError(f"statistics: got {foreign} {beside}, expected names out of {known}")
     for name, tensor, expected in (
         ("temperature", temperature, tuple(shape)),
         ("column_weights", columns, (vocab_size,)),
@@ -72,7 +90,17 @@ def check_head_tensors(
                 f"positives: got a tensor, but labels that exclude nothing have a logprob only, not {names}"
             )
         positives = _canonical_positives(positives, shape, vocab_size, device, ignore_index)
-    return HeadTensors(temperature, columns, positives)
+    teacher = None if given.teacher is None else check_teacher(given.teacher, shape, device)
+    return HeadTensors(temperature, columns, positives, teacher)
+
+
+def check_differentiable_beside(teacher: Teacher | None, differentiable: tuple[str, ...]) -> None:
+    """Raise for a gradient that is not formed: beside a teacher, `distillation` alone has one."""
+    wrong = [name for name in differentiable if teacher is not None and name in DIFFERENTIABLE]
+    if wrong:
+        raise ValueError(
+            f"loss.differentiable: got {wrong} beside a teacher, expected ('distillation',), which alone has a gradient"
+        )
 
 
 def _check_constant(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import DIFFERENTIABLE, DTYPES, BernoulliState, Emit, RowState, scaled_cast
+from ..kernels import DTYPES, Emit, RowState, scaled_cast
 from .deferred import finish_weight_gradient
-from .loss import Loss, check_result, differentiable_statistics, only_logprob
+from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
-from .walk import Coefficients, TileWalk, WeightGradient
+from .walk import Coefficients, State, TileWalk, WeightGradient
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class LossTiles:
         check_result(value, metrics)
         gradients: Mapping[str, Tensor | None] = dict.fromkeys(leaves)
         if value.requires_grad:
-            sent = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-            gradients = dict(zip(leaves, sent, strict=True))
+            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+            gradients = dict(zip(leaves, found, strict=True))
         self._values.append(value.detach())
         self._metrics.append({name: metric.detach() for name, metric in metrics.items()})
 
@@ -84,7 +84,9 @@ class LossTiles:
             return walk.scored.gather(full, group.tokens)
 
         like = next(iter(statistics.values())).to(walk.precision.statistics)
-        return Coefficients.of(tuple(map(compact, DIFFERENTIABLE)), like, only_logprob=self.only_logprob)
+        return Coefficients.of(
+            tuple(map(compact, gradient_order(self._differentiable))), like, only_logprob=self.only_logprob
+        )
 
     def _positions(self, group: UnitGroup) -> Ranges:
         length = self._call.walk.scored.mask.shape[1]
@@ -179,7 +181,7 @@ def _group(
     buffer = walk.buffer(max(sizes), walk.precision.compute)
     emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
     done = 0
-    parts: list[tuple[Ranges, slice, RowState | BernoulliState]] = []
+    parts: list[tuple[Ranges, slice, State]] = []
     for piece, size in zip(pieces, sizes, strict=True):
         part = state.narrow(done, size)
         walk.project(walk.tile(piece), part, emit, buffer[:size])

@@ -7,8 +7,13 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, STATISTICS
+from ..kernels import DIFFERENTIABLE, DISTILLATION, STATISTICS
 from .tokens import SEPARABILITY
+
+# One matrix, whatever the loss: each of these has a gradient that the loss only scales, row by row.
+_ONE_MATRIX = ("logprob", "distillation")
+_WITH_GRADIENT = (*DIFFERENTIABLE, "distillation")
+KNOWN = tuple(dict.fromkeys((*STATISTICS, *DISTILLATION)))
 
 
 @runtime_checkable
@@ -73,7 +78,7 @@ def check_loss(loss: object) -> Loss:
         )
     if loss.separability not in SEPARABILITY:
         raise ValueError(f"loss.separability: got {loss.separability!r}, expected one of {SEPARABILITY}")
-    check_statistics("loss.statistics", loss.statistics)
+    check_statistics("loss.statistics", loss.statistics, KNOWN)
     return loss
 
 
@@ -119,9 +124,9 @@ def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
     """The statistics whose gradient the loss may send back."""
     declared: tuple[str, ...] | None = getattr(loss, "differentiable", None)
     if declared is None:
-        return tuple(name for name in loss.statistics if name in DIFFERENTIABLE)
+        return tuple(name for name in loss.statistics if name in _WITH_GRADIENT)
     if declared:
-        check_statistics("loss.differentiable", declared, DIFFERENTIABLE)
+        check_statistics("loss.differentiable", declared, _WITH_GRADIENT)
     absent = [name for name in declared if name not in loss.statistics]
     if absent:
         raise ValueError(f"loss.differentiable: got {absent}, expected names out of loss.statistics {loss.statistics}")
@@ -130,7 +135,12 @@ def differentiable_statistics(loss: Loss) -> tuple[str, ...]:
 
 def only_logprob(differentiable: tuple[str, ...]) -> bool:
     """Whether no other statistic sends a gradient back: then one matrix serves every loss (docs/design.md)."""
-    return all(name == "logprob" for name in differentiable)
+    return all(name in _ONE_MATRIX for name in differentiable)
+
+
+def gradient_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The statistics whose gradients the walk takes, in its order; the first is that of the one matrix."""
+    return ("distillation", *DIFFERENTIABLE[1:]) if "distillation" in names else DIFFERENTIABLE
 
 
 def check_result(value: object, metrics: Mapping[str, object]) -> None:

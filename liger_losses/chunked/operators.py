@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, DTYPES, LogitTransform
+from ..kernels import DIFFERENTIABLE, DTYPES, DivergenceState, LogitTransform
 from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
 from .head_tensors import HeadTensors
-from .loss import only_logprob
+from .loss import gradient_order, only_logprob
 from .planner import make_plan, padded_columns
 from .tokens import ScoredOnDevice, ScoredTokens
 from .walk import TileWalk
@@ -38,6 +38,7 @@ class CallOptions:
     needs_hidden: bool
     needs_weight: bool
     needs_bias: bool
+    teacher: str  # of `Teacher.encode`; "": none
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,23 +66,26 @@ class CallOptions:
             scored = ScoredTokens(target, self.ignore_index).to(hidden.device)
         else:
             scored = ScoredOnDevice(target.reshape(-1), target != self.ignore_index, index, tuple(row_counts))
+        head_tensors = HeadTensors.of_flat(self.teacher if any(t is not None for t in tensors[3:]) else "", *tensors)
         problem = describe(
             hidden, weight, scored.row_counts, self.precision, self.needs,
+            teacher=head_tensors.teacher,
             only_logprob_grad=only_logprob(tuple(filter(None, self.differentiable.split(",")))),
         )  # fmt: skip
         plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
         transform = LogitTransform(self.scale, self.softcap, self.one_temperature)
-        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan, HeadTensors(*tensors))
+        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan, head_tensors)
 
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? index, SymInt[]? row_counts, "
-    "Tensor? temperature, Tensor? column_weights, Tensor? positives"
+    "Tensor? temperature, Tensor? column_weights, Tensor? positives, "
+    "Tensor? teacher_hidden, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_logits"
 )
 _SCALARS = (  # in the order of CallOptions
     "str statistics, str differentiable, SymInt ignore_index, float scale, float? softcap, float one_temperature, "
     "ScalarType compute_dtype, ScalarType logits_dtype, str strategy, SymInt? memory_budget, "
-    "bool needs_hidden, bool needs_weight, bool needs_bias"
+    "bool needs_hidden, bool needs_weight, bool needs_bias, str teacher"
 )
 _GRADIENTS = ", ".join(f"Tensor? d{name}" for name in DIFFERENTIABLE)
 _KEPT = "Tensor? entropy, Tensor lse, Tensor gradient_scale, Tensor kept, Tensor cache"
@@ -98,12 +102,19 @@ def token_statistics(
     temperature: Tensor | None,
     column_weights: Tensor | None,
     positives: Tensor | None,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher_logits: Tensor | None,
     *scalars: Any,
 ) -> list[Tensor]:
     """Statistics of every position, then what backward needs."""
     options = CallOptions(*scalars)
     with outside_autocast(hidden.device):
-        walk = options.walk(hidden, weight, bias, target, index, row_counts, temperature, column_weights, positives)
+        walk = options.walk(
+            hidden, weight, bias, target, index, row_counts, temperature, column_weights, positives, teacher_hidden,
+            teacher_weight, teacher_bias, teacher_logits,
+        )  # fmt: skip
         rows = walk.scored.count if row_counts is not None else hidden.shape[0]
         values, *for_backward = forward(walk, options.names, options.needs, rows)
         return [*values, *for_backward]
@@ -120,6 +131,10 @@ def _(
     temperature: Tensor | None,
     column_weights: Tensor | None,
     positives: Tensor | None,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher_logits: Tensor | None,
     *scalars: Any,
 ) -> list[Tensor]:
     options = CallOptions(*scalars)
@@ -132,8 +147,9 @@ def _(
     if options.strategy == "cached" and (needs_weight or needs_bias):
         rows = sum(row_counts) if row_counts is not None else hidden.shape[0]
         cache = hidden.new_empty((rows, padded_columns(weight.shape[0])), dtype=compute)[:, : weight.shape[0]]
-    per_token = [hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2)]
-    return [*values, *per_token, kept, cache]
+    one = hidden.new_empty(hidden.shape[0], dtype=wide)
+    lse = hidden.new_empty((len(DivergenceState.kept), hidden.shape[0]), dtype=wide) if options.teacher else one
+    return [*values, lse, torch.empty_like(one), kept, cache]
 
 
 @torch.library.custom_op(
@@ -160,17 +176,24 @@ def token_statistics_backward(
     temperature: Tensor | None,
     column_weights: Tensor | None,
     positives: Tensor | None,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher_logits: Tensor | None,
     *scalars: Any,
 ) -> list[Tensor]:
     """Gradients of hidden, weight and bias; empty where not needed."""
     options = CallOptions(*scalars)
     with outside_autocast(hidden.device):
-        walk = options.walk(hidden, weight, bias, target, index, row_counts, temperature, column_weights, positives)
+        walk = options.walk(
+            hidden, weight, bias, target, index, row_counts, temperature, column_weights, positives, teacher_hidden,
+            teacher_weight, teacher_bias, teacher_logits,
+        )  # fmt: skip
         # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
         mask = walk.scored.mask.reshape(-1)
         given = (dlogprob, dentropy, dlse, dmean_logprob)
         sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in given]
-        coefficients = (torch.zeros_like(lse) if sent[0] is None else sent[0], sent[1], sent[2], sent[3])
+        coefficients = (torch.zeros_like(gradient_scale) if sent[0] is None else sent[0], sent[1], sent[2], sent[3])
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         gradients = backward(walk, options.needs, coefficients, lse, entropy, gradient_scale, kept, cache, dtypes)
         return [hidden.new_empty(0) if g is None else g for g in gradients]
@@ -179,27 +202,31 @@ def token_statistics_backward(
 @token_statistics_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     hidden, weight, bias = arguments[9:12]
-    needs = arguments[-3:]
+    needs = CallOptions(*arguments[-len(dataclasses.fields(CallOptions)) :]).needs
     like = (hidden, weight, weight if bias is None else bias)
     return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     hidden, weight, bias, target, index, ctx.row_counts, *rest = inputs
-    tensors, scalars = rest[:3], rest[3:]
+    tensors, scalars = rest[:7], rest[7:]
     ctx.scalars = scalars
+    options = CallOptions(*scalars)
+    if options.strategy != "recompute":
+        tensors = [*tensors[:3], *(None for _ in tensors[3:])]  # the teacher has said all it has to say
     ctx.set_materialize_grads(False)
-    names = scalars[0].split(",")
+    names = options.names
     entropy = output[names.index("entropy")] if "entropy" in names else None
     ctx.save_for_backward(hidden, weight, bias, target, index, *tensors, entropy, *output[len(names) :])
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     hidden, weight, bias, target, index, *tensors, entropy, lse, scale, kept, cache = ctx.saved_tensors
-    statistics, differentiable, *_, needs_hidden, needs_weight, needs_bias = ctx.scalars
-    of = dict(zip(statistics.split(","), gradients, strict=False))
-    asked = [of.get(name) if name in differentiable.split(",") else None for name in DIFFERENTIABLE]
-    empty = (None,) * (7 + len(ctx.scalars))
+    options = CallOptions(*ctx.scalars)
+    of = dict(zip(options.names, gradients, strict=False))
+    wanted = options.differentiable.split(",")
+    asked = [of.get(name) if name in wanted else None for name in gradient_order(options.names)]
+    empty = (None,) * (11 + len(ctx.scalars))
     if all(gradient is None for gradient in asked):
         return (None, None, *empty)
     d_hidden, d_weight, d_bias = token_statistics_backward(
@@ -207,9 +234,9 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
         *ctx.scalars,
     )  # fmt: skip
     return (
-        d_hidden if needs_hidden else None,
-        d_weight if needs_weight else None,
-        d_bias if needs_bias else None,
+        d_hidden if options.needs_hidden else None,
+        d_weight if options.needs_weight else None,
+        d_bias if options.needs_bias else None,
         *empty[1:],
     )
 

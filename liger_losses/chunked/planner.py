@@ -66,6 +66,12 @@ class Problem:
     row_counts: tuple[int, ...] = ()
     max_units: int | None = None
     unit_rows: int = 1  # rows of one unit
+    two_heads: bool = False  # a second model's logits lie beside each tile: what it adds, in bytes
+    teacher_row_bytes: int = 0  # a row projected at a time: its logits, and a copy of what they are made of
+    teacher_column_bytes: int = 0  # a token and column of a vocabulary block
+    teacher_compact_bytes: int = 0  # copies of all scored tokens' hidden states
+    teacher_fixed_bytes: int = 0  # a copy of the weight
+    teacher_gemms: float = 0.0  # of its projection
 
     @property
     def any_grad(self) -> bool:
@@ -130,7 +136,7 @@ class Plan:
         lines = [
             f"strategy      {self.strategy}: {what}",
             f"scored tokens {p.tokens:,} of {p.positions:,}; H {p.hidden_size:,}; V {p.vocab_size:,}; "
-            f"loss separable by {p.separability}",
+            f"loss separable by {p.separability}{'; two heads' if p.two_heads else ''}",
             f"gradients     {', '.join(grads) or 'none'}",
             f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
             f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
@@ -144,12 +150,16 @@ def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
-    for tiles. Without: 1.1875 GiB, where larger tiles stop paying.
+    for tiles. Without: 1.1875 GiB, where larger tiles stop paying. A second model's logits take as many rows as run at
+    the full rate, on both sides, and 64 MiB beside.
     """
+    rows = min(_FULL_RATE_ROWS, problem.tokens)
+    second = rows * (problem.padded_vocab * problem.logits_bytes + problem.teacher_row_bytes) + 64 * _MIB
+    room = second * problem.two_heads
     if not problem.weight_grad:
-        return 1216 * _MIB
+        return 1216 * _MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
-    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB
+    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB + room
 
 
 def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:
@@ -178,7 +188,7 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
         least = min(plans, key=lambda plan: plan.workspace)
         if memory_budget is None:
             # It was named, or is the only one: it takes what it needs to project at the full rate.
-            room = _FULL_RATE_ROWS * problem.padded_vocab * problem.logits_bytes
+            room = _FULL_RATE_ROWS * (problem.padded_vocab * problem.logits_bytes + problem.teacher_row_bytes)
             return _BUILDERS[least.strategy](problem, least.workspace + room)
         raise ValueError(
             f"memory_budget: got {budget:,} bytes, too small for one row block; strategy {least.strategy!r} needs at "
@@ -252,13 +262,13 @@ def _slow_rows(logit_rows: int, p: Problem) -> float:
 
 
 def _weight_copy(p: Problem) -> int:
-    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes
+    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes + p.teacher_fixed_bytes
 
 
 def _tile_bytes(p: Problem, tile_rows: int, logit_rows: int) -> int:
     """Gradient tile, logits, and the tile's hidden rows and products."""
     vocab = p.padded_vocab
-    logits = logit_rows * vocab * p.logits_bytes
+    logits = logit_rows * (vocab * p.logits_bytes + p.teacher_row_bytes)
     return tile_rows * vocab * p.compute_bytes + logits + _tile_copies(p) * tile_rows * p.hidden_size * p.compute_bytes
 
 
@@ -290,11 +300,12 @@ def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
     """
 
     def rows_bytes(rows: int) -> int:
-        return rows * (p.padded_vocab * p.logits_bytes + p.hidden_size * p.compute_bytes) + _weight_copy(p)
+        each = p.padded_vocab * p.logits_bytes + p.teacher_row_bytes + p.hidden_size * p.compute_bytes
+        return rows * each + _weight_copy(p)
 
     choices = _logit_rows(p)
     rows = next((rows for rows in choices if rows_bytes(rows) <= budget), choices[-1])
-    if rows < min(_FULL_RATE_ROWS, p.tokens):
+    if rows < min(_FULL_RATE_ROWS, p.tokens) and not p.two_heads:
         fixed = _compact_bytes(p) + _weight_copy(p)
         columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
         if _LEAST_COLUMNS <= columns < p.vocab_size:
@@ -305,7 +316,8 @@ def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
 def _plan_frozen(p: Problem, budget: int) -> Plan:
     if not p.any_grad:
         rows, columns, workspace = _statistics_alone(p, budget)
-        return Plan(p, "frozen", rows, rows, p.vocab_size, 1.0, workspace, budget, forward_columns=columns)
+        gemms = 1.0 + p.teacher_gemms
+        return Plan(p, "frozen", rows, rows, p.vocab_size, gemms, workspace, budget, forward_columns=columns)
 
     def plan_with(logit_rows: int) -> Plan:
         def workspace_of(rows: int) -> int:
@@ -315,7 +327,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
 
         # Whole projections: a tile's last one would otherwise be a slow one.
         rows = max(1, min(PRODUCT_ROWS, _largest(workspace_of, budget, p)) // logit_rows) * logit_rows
-        return Plan(p, "frozen", rows, logit_rows, p.vocab_size, 2.0, workspace_of(rows), budget)
+        return Plan(p, "frozen", rows, logit_rows, p.vocab_size, 2.0 + p.teacher_gemms, workspace_of(rows), budget)
 
     return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
 
@@ -340,7 +352,7 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
 
     choices = _logit_rows(p)
     logit_rows = next((rows for rows in choices if workspace_of(rows) <= budget), choices[-1])
-    gemms = 1.0 + p.hidden_grad + p.weight_grad
+    gemms = 1.0 + p.hidden_grad + p.weight_grad + p.teacher_gemms
     return Plan(p, "cached", rows, logit_rows, p.vocab_size, gemms, workspace_of(logit_rows), budget)
 
 
@@ -364,7 +376,8 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     largest = max(group.count for group in groups)
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
-    gemms = 1.0 + p.hidden_grad + p.weight_grad + again / max(1, p.tokens)
+    once = 1.0 + p.teacher_gemms
+    gemms = once + p.hidden_grad + p.weight_grad + once * again / max(1, p.tokens)
     logit_rows = min(rows, logit_rows)
     return Plan(p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace_of(rows), budget, len(groups))
 
@@ -379,9 +392,10 @@ def _rows_or_one(p: Problem) -> tuple[int, ...]:
 
 
 def _plan_recompute(p: Problem, budget: int) -> Plan:
-    compact = _compact_bytes(p)
+    compact = _compact_bytes(p) + p.teacher_compact_bytes
     accumulator = p.hidden_grad * p.tokens * p.hidden_size * p.statistics_bytes
-    per_column = max(p.tokens, 1) * (p.logits_bytes + (0 if p.in_place else p.compute_bytes))
+    kinds = p.logits_bytes + p.teacher_column_bytes + (0 if p.in_place else p.compute_bytes)
+    per_column = max(p.tokens, 1) * kinds
     rows, forward_columns, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
@@ -395,7 +409,7 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
     columns = most
     while columns > VOCAB_BLOCK and workspace_of(columns) > budget:
         columns -= VOCAB_BLOCK
-    gemms = 2.0 + p.hidden_grad + p.weight_grad
+    gemms = 2.0 + p.hidden_grad + p.weight_grad + 2 * p.teacher_gemms
     workspace = workspace_of(columns)
     return Plan(p, "recompute", rows, rows, columns, gemms, workspace, budget, forward_columns=forward_columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -49,6 +50,12 @@ class ScoredTokens:
     def start(cls, target: Tensor, ignore_index: int = -100) -> ScoredTokens:
         """Begin reading the counts of `target` (any shape; 2-D is `[rows, tokens]`)."""
         return cls(target, ignore_index)
+
+    def as_row(self) -> ScoredTokens:
+        """The same, of shape `[1, N]` where it was `[N]`."""
+        row = copy.copy(self)
+        row.target, row.shape = self._target, self._target.shape
+        return row
 
     @property
     def rows(self) -> int:

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from ..kernels import (
     BernoulliState,
+    DivergenceState,
     Emit,
     LogitTransform,
     RowState,
+    TeacherTile,
     bernoulli_tile,
+    divergence_tile,
     fold_tile,
     matmul,
     scaled_cast,
@@ -20,7 +23,7 @@ from ..kernels import (
 )
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
-from .planner import PRODUCT_ROWS, Plan
+from .planner import PRODUCT_ROWS, Plan, padded_columns
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
 
@@ -126,18 +129,30 @@ def power_of_two_at_least(values: Tensor) -> Tensor:
     return torch.where(largest == 0, torch.ones_like(largest), torch.exp2(torch.ceil(torch.log2(largest))))
 
 
+State = RowState | BernoulliState | DivergenceState
+
+
 @dataclass(frozen=True)
 class TokenTile:
     """Some scored tokens, gathered."""
 
+    ranges: Ranges  # in compact order
     hidden: Tensor  # [n, H] in the compute dtype
     target: Tensor  # [n]
     transform: LogitTransform
     positives: Tensor | None  # [n, P]
 
-    def rows(self, rows: slice) -> TokenTile:
+    def slices(self, step: int) -> list[tuple[slice, TokenTile]]:
+        """The tile in pieces of `step` rows."""
+        pieces = split_ranges(self.ranges, step)
+        return [
+            (rows, self._rows(rows, piece))
+            for rows, piece in zip(_slices(len(self.hidden), step), pieces, strict=False)
+        ]
+
+    def _rows(self, rows: slice, ranges: Ranges) -> TokenTile:
         positives = None if self.positives is None else self.positives[rows]
-        return TokenTile(self.hidden[rows], self.target[rows], self.transform.rows(rows), positives)
+        return TokenTile(ranges, self.hidden[rows], self.target[rows], self.transform.rows(rows), positives)
 
 
 class TileWalk:
@@ -159,24 +174,28 @@ class TileWalk:
         self.bias = bias
         self.scored = scored
         self.tensors = tensors.to(precision.statistics)
+        self.teacher = None if tensors.teacher is None else tensors.teacher.computed(precision)
         temperature = self.tensors.temperature
         self.transform = transform if temperature is None else replace(transform, temperature=temperature)
         self.precision = precision
         self.plan = plan
         self._logits: Tensor | None = None
+        self._teacher_logits: Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
         return self.weight.shape[0]
 
-    def state(self, rows: int, names: tuple[str, ...]) -> RowState | BernoulliState:
+    def state(self, rows: int, names: tuple[str, ...]) -> State:
         device, dtype = self.hidden.device, self.precision.statistics
+        if self.teacher is not None:
+            return DivergenceState(rows, names, self.teacher.divergence, device=device, dtype=dtype)
         if self.tensors.positives is not None:
             return BernoulliState(rows, device=device, dtype=dtype)
         weighted = self.tensors.column_weights is not None
         return RowState(rows, names, device=device, dtype=dtype, column_weights=weighted)
 
-    def statistics(self, state: RowState | BernoulliState) -> dict[str, Tensor]:
+    def statistics(self, state: State) -> dict[str, Tensor]:
         return state.statistics(self.vocab_size, self.tensors.column_weights)
 
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
@@ -196,6 +215,7 @@ class TileWalk:
 
         positives = self.tensors.positives
         return TokenTile(
+            ranges,
             self.tile_hidden(ranges),
             gather(self.scored.target),
             self.transform.gathered(gather),
@@ -205,22 +225,22 @@ class TileWalk:
     def project(
         self,
         tile: TokenTile,
-        state: RowState | BernoulliState,
+        state: State,
         emit: Emit,
         gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
     ) -> None:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
-        for rows in _slices(tile.hidden.shape[0], self.plan.logit_rows):
+        for rows, piece in tile.slices(self.plan.logit_rows):
             logits = self._logits_buffer(rows.stop - rows.start)
-            matmul(tile.hidden[rows], self.weight.t(), out=logits)
+            matmul(piece.hidden, self.weight.t(), out=logits)
             part = state.narrow(rows.start, rows.stop - rows.start)
-            self.fold(logits, tile.rows(rows), part, emit, None if gradient is None else gradient[rows])
+            self.fold(logits, piece, part, emit, None if gradient is None else gradient[rows])
 
     def fold(
         self,
         logits: Tensor,  # [n, columns]
         tile: TokenTile,
-        state: RowState | BernoulliState,
+        state: State,
         emit: Emit = Emit.NOTHING,
         gradient: Tensor | None = None,  # [n, V]
         columns: slice | None = None,  # of the vocabulary; None: all of it
@@ -236,10 +256,35 @@ class TileWalk:
                 logits, bias, tile.positives, tile.transform, total=state.total, out=gradient, first_column=first
             )
             return
+        if isinstance(state, DivergenceState):
+            teacher = self.teacher
+            assert teacher is not None
+            assert columns is None
+            divergence_tile(
+                logits, bias, tile.target, self.teacher_rows(tile.ranges), state, tile.transform,
+                teacher.columns(self.vocab_size), out=gradient,
+            )  # fmt: skip
+            return
         fold_tile(
             logits, bias, tile.target, state, tile.transform, first_column=first, emit=emit, out=gradient,
             column_weights=weights,
         )  # fmt: skip
+
+    def teacher_rows(self, ranges: Ranges) -> TeacherTile:
+        """The teacher's logits of compact `ranges`, at most `logit_rows` of them."""
+        teacher = self.teacher
+        assert teacher is not None
+        width = teacher.columns(self.vocab_size).teacher
+        if teacher.logits is not None:
+            return teacher.tile(self.scored.gather(teacher.logits[:, :width], ranges))
+        assert teacher.hidden is not None
+        assert teacher.weight is not None
+        if self._teacher_logits is None:
+            dtype, rows = self.precision.logits, self.plan.logit_rows
+            padded = torch.empty(rows, padded_columns(width), dtype=dtype, device=self.hidden.device)
+            self._teacher_logits = padded[:, :width]
+        hidden = self.scored.gather(teacher.hidden, ranges).to(self.precision.compute)
+        return teacher.tile(matmul(hidden, teacher.weight[:width].t(), out=self._teacher_logits[: len(hidden)]))
 
     def _logits_buffer(self, rows: int) -> Tensor:
         if self._logits is None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from liger_losses.chunked import fused_linear_loss, linear_logprobs
 from liger_losses.chunked.operators import token_statistics, token_statistics_backward
+from liger_losses.chunked.teacher import Teacher
+from liger_losses.kernels import Divergence
 
 from ..oracle import DIFFERENTIABLE, Case, ToyLoss, make_case
 
@@ -162,7 +164,9 @@ def test_a_graph_that_does_not_reach_the_loss() -> None:
 # operators and torch.compile ----------------------------------------------------------------------------------------
 
 
-def operator_arguments(case: Case, names: str, grads: str, strategy: str, index: bool) -> tuple[Any, ...]:
+def operator_arguments(
+    case: Case, names: str, grads: str, strategy: str, index: bool, teacher: Teacher | None = None
+) -> tuple[Any, ...]:
     flat = case.target.reshape(-1)
     positions = (flat != -100).nonzero().squeeze(1) if index else None
     counts = (case.target != -100).sum(-1).tolist() if index else None
@@ -170,8 +174,10 @@ def operator_arguments(case: Case, names: str, grads: str, strategy: str, index:
     weights = torch.linspace(0, 2, case.weight.shape[0], dtype=torch.float64) if "mean_logprob" in names else None
     return (
         case.hidden.detach().reshape(-1, case.hidden.shape[-1]).requires_grad_(case.hidden.requires_grad), case.weight,
-        case.bias, case.target, positions, counts, temperature, weights, None, names, grads, -100, 1.2, 5.0, 0.9, torch.float64, torch.float64,
+        case.bias, case.target, positions, counts, temperature, weights, None,
+        *(teacher.tensors if teacher else (None,) * 4), names, grads, -100, 1.2, 5.0, 0.9, torch.float64, torch.float64,
         strategy, None, *(bool(t is not None and t.requires_grad) for t in (case.hidden, case.weight, case.bias)),
+        teacher.encode() if teacher else "",
     )  # fmt: skip
 
 
@@ -206,6 +212,23 @@ def test_opcheck_of_the_backward(strategy: str, names: str, index: bool) -> None
     sent = [torch.randn_like(output) for output in outputs[:count]] + [None] * (4 - count)
     entropy = outputs[1] if count > 1 else None
     torch.library.opcheck(token_statistics_backward, (*sent, entropy, *outputs[count:], *arguments))
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["eager", "traced"])
+@pytest.mark.parametrize("strategy", ["cached", "recompute"])
+@pytest.mark.parametrize("head", [True, False], ids=["head", "logits"])
+def test_opcheck_beside_a_teacher(head: bool, strategy: str, index: bool) -> None:
+    case = make_case(2, 3, 4, 9)
+    numbers = torch.randn(6, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    divergence = Divergence(kind="jsd", hard_weight=0.5)
+    teacher = Teacher(divergence, *numbers) if head else Teacher(divergence, logits=torch.randn(6, 9))
+    names = "distillation,divergence,logprob"
+    arguments = operator_arguments(case, names, "distillation", strategy, index, teacher)
+    torch.library.opcheck(token_statistics, arguments)
+    plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+    outputs = token_statistics(*plain)
+    sent = [torch.randn_like(outputs[0]), None, None, None]
+    torch.library.opcheck(token_statistics_backward, (*sent, None, *outputs[3:], *plain))
 
 
 @pytest.fixture

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_losses.kernels import STATISTICS, Emit, LogitTransform, RowState
+from liger_losses.kernels import (
+    DISTILLATION,
+    STATISTICS,
+    Columns,
+    Divergence,
+    DivergenceState,
+    Emit,
+    LogitTransform,
+    RowState,
+    TeacherTile,
+)
 
 from .conftest import INTERPRETED
 
@@ -24,6 +34,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from liger_losses.kernels import (  # noqa: E402
     bernoulli_tile_triton,
+    divergence_tile_triton,
     scaled_cast_triton,
     tile_gradient_triton,
     tile_statistics_triton,
@@ -46,10 +57,14 @@ class Launch:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.launch
 
-    def launch(self, *arguments: Any, num_warps: int, **constants: Any) -> None:
-        constants["BLOCK"] = self.block
+    def launch(self, *arguments: Any, num_warps: int, **named: Any) -> None:
+        named["BLOCK"] = self.block
         self.warps = num_warps
         names = self.kernel.arg_names
+        constants = {
+            parameter.name: named[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr
+        }
+        arguments = (*arguments, *(named[name] for name in names[len(arguments) :] if name not in constants))
         signature, attributes = dict.fromkeys(constants, "constexpr"), {}
         for index, (name, value) in enumerate(zip(names, arguments, strict=False)):
             if isinstance(value, Tensor):
@@ -189,6 +204,49 @@ def test_bernoulli_kernel(
         assert launch.vector("ld") >= launch.best(tile)
         assert out is None or launch.vector("st") == launch.best(out)
     assert not launch.atomics()
+
+
+HARD = Divergence(kind="jsd", beta=0.3, temperature=2.0, hard_weight=0.5)
+
+
+@pytest.mark.parametrize(
+    ("tile", "out", "aligned", "options", "names", "softcap", "probabilities"),
+    [
+        (F32, BF16, True, Divergence(kind="jsd"), ("distillation",), None, False),
+        (F32, BF16, True, Divergence(), ("distillation",), None, False),
+        (BF16, BF16, True, Divergence(), ("distillation",), None, False),
+        (F32, F32, True, HARD, DISTILLATION, 5.0, False),
+        (F32, F16, False, HARD, DISTILLATION, 5.0, True),
+        (F32, None, True, Divergence(kind="reverse_kl"), DISTILLATION, None, True),
+        *((F32, BF16, True, Divergence(kind=kind), ("distillation",), None, False)
+          for kind in ("reverse_kl", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "jeffreys", "alpha", "cosine", "mse")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_divergence_kernels(
+    compiler: Callable[[Any, str], Launch], tile: torch.dtype, out: torch.dtype | None, aligned: bool,
+    options: Divergence, names: tuple[str, ...], softcap: float | None, probabilities: bool,
+) -> None:  # fmt: skip
+    launch = compiler(divergence_tile_triton, "_divergence_kernel")
+    student, logits = rows(tile, aligned=aligned), rows(tile, aligned=aligned)
+    teacher = TeacherTile(logits, None if softcap is None else COLUMN, LogitTransform(softcap=softcap), probabilities)
+    state = DivergenceState(ROWS, names, options, device=torch.device("cpu"), dtype=F32)
+    transform = LogitTransform(softcap=softcap, temperature=1.0 if softcap is None else VECTOR)
+    columns, written = Columns(COLUMNS, COLUMNS), None if out is None else rows(out, aligned=aligned)
+    bias = None if softcap is None else COLUMN
+    divergence_tile_triton.divergence_tile_triton(student, bias, TARGET, teacher, state, transform, columns, written)
+    launches = [launch]
+    if written is not None:
+        launches.append(compiler(divergence_tile_triton, "_gradient_kernel"))
+        divergence_tile_triton.divergence_gradient_triton(
+            student, bias, TARGET, teacher, state, transform, columns, VECTOR, written, 0
+        )
+    for each in launches:
+        assert each.assembly
+        if aligned:
+            assert each.vector("ld") >= each.best(tile)
+            assert out is None or each.vector("st") == each.best(out)
+        assert not each.atomics()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, BF16), (BF16, BF16), (F32, F16), (F32, F32)], ids=str)

@@ -20,7 +20,7 @@ def test_the_kernels_under_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
          "tests/kernels/test_tile_statistics.py", "tests/kernels/test_tile_gradient.py",
-         "tests/kernels/test_scaled_cast.py"],
+         "tests/kernels/test_scaled_cast.py", "tests/kernels/test_divergence_tile.py"],
         cwd=HERE.parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -1,0 +1,329 @@
+"""What the public calls are made of: checks, the plan, and the walk under one of the two autograd functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import LogitTransform
+from .deferred import describe, forward, outside_autocast
+from .head import Precision, check_head, choose_precision
+from .head_tensors import HeadTensors, check_differentiable_beside, check_head_tensors, make_transform
+from .immediate import ImmediateCall, ImmediateFunction
+from .loss import (
+    KNOWN,
+    Loss,
+    check_loss,
+    check_result,
+    check_statistics,
+    differentiable_statistics,
+    only_logprob,
+    prepared_inputs,
+    rows_per_unit,
+)
+from .operators import token_statistics as token_statistics_operator
+from .planner import Plan, make_plan
+from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
+from .walk import TileWalk
+
+
+class Call:
+    """Checked tensors of a call, flattened to `[R * T, ...]`."""
+
+    tensors = HeadTensors()
+    transform = LogitTransform()
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor | ScoredTokens,
+        ignore_index: int,
+        precision: Precision,
+    ) -> None:
+        self.shape = hidden.shape[:-1]
+        self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        self.weight, self.bias, self.ignore_index, self.precision = weight, bias, ignore_index, precision
+        self._target = target
+        grad = torch.is_grad_enabled()
+        self.needs = (
+            grad and hidden.requires_grad,
+            grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad,
+        )
+
+    def read(self, given: HeadTensors, names: tuple[str, ...]) -> None:
+        """Check and take what shapes logits and statistics beside the head."""
+        self.tensors = check_head_tensors(
+            given, names, self.shape, self.weight.shape[0], self.weight.device, self.ignore_index
+        )
+
+    def scored_tokens(self) -> ScoredTokens:
+        scored = (
+            self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
+        )
+        scored.check_range(self.weight.shape[0])
+        return scored
+
+    def target_tensor(self) -> Tensor:
+        """The targets `[R, T]`, for the traced path."""
+        target = self._target.target if isinstance(self._target, ScoredTokens) else self._target
+        return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device, torch.int64)
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | ScoredTokens,
+    bias: Tensor | None,
+    ignore_index: int,
+    logits_dtype: str,
+) -> Call:
+    """The checked head and targets of a call. Raises before any work, naming the argument."""
+    check_ignore_index(ignore_index)
+    if isinstance(target, ScoredTokens):
+        if target.ignore_index != ignore_index:
+            raise ValueError(f"ignore_index: got {ignore_index}, but target was read with {target.ignore_index}")
+    elif not isinstance(target, Tensor):
+        raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
+    else:
+        check_target(target)
+    check_head(hidden, weight, bias, target.shape)
+    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype))
+
+
+def per_token(temperature: float | Tensor) -> Tensor | None:
+    """A temperature that is a tensor is one of the head's tensors."""
+    return temperature if isinstance(temperature, Tensor) else None
+
+
+def token_values(
+    call: Call, names: tuple[str, ...], wanted: tuple[str, ...], strategy: str, memory_budget: int | None
+) -> dict[str, Tensor]:
+    """Statistics of every position in the caller's shape, those of `wanted` with a gradient."""
+    if not wanted:
+        call.needs = (False, False, False)
+    values = _deferred(call, names, wanted, strategy, memory_budget)
+    return {name: (value if name in wanted else value.detach()).reshape(call.shape) for name, value in values.items()}
+
+
+def run_loss(
+    loss: Loss,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | ScoredTokens,
+    bias: Tensor | None,
+    inputs: Mapping[str, Tensor] | None,
+    *,
+    given: HeadTensors,  # as the caller has them
+    ignore_index: int,
+    logit_scale: float | None,
+    softcap: float | None,
+    temperature: float | Tensor,
+    memory_budget: int | None,
+    logits_dtype: str,
+    strategy: str,
+    max_units: int | None,
+    token_statistics: tuple[str, ...],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`fused_linear_loss`, whatever stands beside the head."""
+    check_loss(loss)
+    inputs = {} if inputs is None else dict(inputs)
+    if max_units is not None and (isinstance(max_units, bool) or not isinstance(max_units, int)):
+        raise TypeError(f"max_units: got {max_units!r}, expected an int")
+    if max_units is not None and max_units < 1:
+        raise ValueError(f"max_units: got {max_units}, expected >= 1")
+    call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+    if max_units is not None and strategy not in ("auto", "immediate"):
+        raise ValueError(
+            f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "
+            "strategy 'auto' or 'immediate'"
+        )
+    unit_rows = _check_units(loss, hidden, inputs)
+    if token_statistics:
+        check_statistics("token_statistics", token_statistics, KNOWN)
+    names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
+    call.read(given, names)
+    call.transform = make_transform(logit_scale, softcap, temperature)
+    differentiable = differentiable_statistics(loss)
+    check_differentiable_beside(given.teacher, differentiable)
+    scored = None if torch.compiler.is_compiling() else call.scored_tokens().to(hidden.device)
+    mask = call.target_tensor() != ignore_index if scored is None else scored.mask
+    inputs = prepared_inputs(loss, mask, inputs)
+    _check_inputs(loss, hidden, inputs, unit_rows)
+    fixed = not any(value.requires_grad for value in inputs.values())
+    if strategy == "immediate" and not fixed:
+        raise ValueError("strategy: got 'immediate' while one of inputs requires a gradient, which only a deferred "
+                         "strategy sends back; expected 'cached' or 'recompute'")  # fmt: skip
+    totals = loss.totals(mask, inputs)
+    if scored is not None:
+        allowed = fixed and any(call.needs)
+        plan = _plan(
+            call, scored, differentiable, strategy, memory_budget,
+            immediate_allowed=allowed, separability=loss.separability, max_units=max_units,
+            unit_rows=unit_rows,
+        )  # fmt: skip
+        if plan.strategy == "immediate":
+            return _immediate(call, scored, plan, loss, token_statistics, inputs, totals)
+        values = _run(call, scored, names, differentiable, plan.strategy, memory_budget)
+    else:
+        values = _deferred(call, names, differentiable, strategy, memory_budget)
+    shaped = {
+        name: (value if name in differentiable else value.detach()).view(call.shape) for name, value in values.items()
+    }
+    value, metrics = loss(shaped, mask, inputs, totals)
+    check_result(value, metrics)
+    metrics = {name: metric.detach() for name, metric in metrics.items()}
+    return value, _joined(metrics, {name: shaped[name].detach() for name in token_statistics})
+
+
+def _joined(metrics: dict[str, Tensor], reported: dict[str, Tensor]) -> dict[str, Tensor]:
+    both = sorted(set(metrics) & set(reported))
+    if both:
+        raise ValueError(f"token_statistics: got {', '.join(both)}, which the loss returns as metrics of its own")
+    return metrics | reported
+
+
+def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
+    """Rows of one unit."""
+    rows, unit_rows = hidden.shape[0], rows_per_unit(loss)
+    if rows % unit_rows:
+        raise ValueError(
+            f"hidden: got {rows} rows for a loss over units of {unit_rows}, expected a multiple of {unit_rows}: the "
+            "first rows of all units, then their second rows, and so on (pairs: chosen, then rejected)"
+        )
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+    return unit_rows
+
+
+def _check_inputs(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor], unit_rows: int) -> None:
+    rows, length = hidden.shape[:2]
+    for name, value in inputs.items():
+        if value.dim() == 0:  # of the batch, not of its rows
+            continue
+        if loss.separability == "token":
+            if value.shape[:2] != (rows, length):
+                raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
+            continue
+        firsts = {"pair": (rows, rows // unit_rows), "batch": (rows, rows // 2)}.get(loss.separability, (rows,))
+        if value.shape[0] not in firsts:
+            raise ValueError(
+                f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "
+                + " or ".join(map(str, firsts))
+            )
+
+
+def _plan(
+    call: Call,
+    scored: ScoredOnDevice,
+    differentiable: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+    **more: Any,
+) -> Plan:
+    problem = describe(
+        call.hidden, call.weight, scored.row_counts, call.precision, call.needs, call.tensors.teacher,
+        only_logprob_grad=only_logprob(differentiable), **more,
+    )  # fmt: skip
+    return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
+
+
+def _immediate(
+    call: Call,
+    scored: ScoredOnDevice,
+    plan: Plan,
+    loss: Loss,
+    report: tuple[str, ...],
+    inputs: Mapping[str, Tensor],
+    totals: Mapping[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with outside_autocast(call.hidden.device):
+        walk = _walk(call, scored, plan)
+        work = ImmediateCall(walk, loss, report, inputs, totals, call.needs, [])
+        value, *rest = ImmediateFunction.apply(call.hidden, call.weight, call.bias, work)
+    metrics, reported = rest[: len(work.names)], rest[len(work.names) :]
+    return value, _joined(dict(zip(work.names, metrics, strict=True)), dict(zip(report, reported, strict=True)))
+
+
+def _deferred(
+    call: Call,
+    names: tuple[str, ...],
+    differentiable: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+) -> dict[str, Tensor]:
+    if torch.compiler.is_compiling():
+        resolved = _traced_strategy(call, differentiable, strategy)
+        return _run(call, None, names, differentiable, resolved, memory_budget)
+    scored = call.scored_tokens().to(call.hidden.device)
+    plan = _plan(call, scored, differentiable, strategy, memory_budget)
+    if not any(call.needs):
+        # Nothing for autograd to see: straight to the walk, since what is done before the first product is waited for.
+        with outside_autocast(call.hidden.device):
+            values, *_ = forward(_walk(call, scored, plan), names, call.needs, 0)
+        return dict(zip(names, values, strict=True))
+    return _run(call, scored, names, differentiable, plan.strategy, memory_budget)
+
+
+def _walk(call: Call, scored: ScoredOnDevice, plan: Plan) -> TileWalk:
+    bias = None if call.bias is None else call.bias.detach()
+    hidden, weight = call.hidden.detach(), call.weight.detach()
+    return TileWalk(hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors)
+
+
+def _traced_strategy(call: Call, differentiable: tuple[str, ...], strategy: str) -> str:
+    """While tracing, the number of scored tokens is unknown: decide from the shapes that are."""
+    if strategy != "auto":
+        return strategy
+    one_matrix = only_logprob(differentiable)
+    if not any(call.needs) or (one_matrix and not (call.needs[1] or call.needs[2])):
+        return "frozen"
+    # The cache of all positions is no larger than an fp32 sum of the head's gradient would be.
+    small = call.hidden.shape[0] * call.precision.compute.itemsize <= 4 * call.weight.shape[1]
+    return "cached" if one_matrix and small else "recompute"
+
+
+def _run(
+    call: Call,
+    scored: ScoredOnDevice | None,
+    names: tuple[str, ...],
+    differentiable: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+) -> dict[str, Tensor]:
+    precision = call.precision
+    if scored is None:
+        target, index, counts = call.target_tensor(), None, None
+    else:
+        # An operator's list argument may not be empty: no row is one row of nothing.
+        target, index, counts = scored.target.view(scored.mask.shape), scored.index, list(scored.row_counts) or [0]
+    outputs = token_statistics_operator(
+        call.hidden,
+        call.weight,
+        call.bias,
+        target,
+        index,
+        counts,
+        *call.tensors.flat,
+        ",".join(names),
+        ",".join(differentiable),
+        call.ignore_index,
+        call.transform.scale,
+        call.transform.softcap,
+        call.transform.temperature,
+        precision.compute,
+        precision.logits,
+        strategy,
+        memory_budget,
+        *call.needs,
+        "" if call.tensors.teacher is None else call.tensors.teacher.encode(),
+    )
+    return dict(zip(names, outputs[: len(names)], strict=True))

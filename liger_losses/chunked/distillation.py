@@ -1,0 +1,316 @@
+"""Distillation over two heads: a divergence per token, differentiable, and its token mean in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from ..kernels import DISTILLATION, Divergence, LogitTransform
+from .calls import prepare, run_loss, token_values
+from .head_tensors import HeadTensors, make_transform
+from .loss import check_statistics
+from .planner import STRATEGIES
+from .teacher import Teacher
+from .tokens import ScoredTokens
+
+_COUNT, _WEIGHTS = "num_items_in_batch", "token_weights"
+
+
+def _teacher(
+    divergence: Divergence,
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    logits: Tensor | None,
+    probabilities: Tensor | None,
+    softcap: float | None,
+    logit_scale: float | None,
+) -> Teacher:
+    if not isinstance(divergence, Divergence):
+        raise TypeError(f"divergence: got {type(divergence).__name__}, expected a Divergence")
+    given = {"teacher_logits": logits, "teacher_probs": probabilities}
+    if hidden is None:
+        for name, value in (("teacher_softcap", softcap), ("teacher_logit_scale", logit_scale)):
+            if value is not None:
+                raise ValueError(f"{name}: got {value} without teacher_hidden, expected None: logits that are given "
+                                 "have been through it")  # fmt: skip
+    if logits is not None and probabilities is not None:
+        raise ValueError(f"teacher: got {' and '.join(given)}, expected one of them")
+    if probabilities is not None and divergence.kind in ("cosine", "mse"):
+        raise ValueError(f"teacher_probs: got a tensor with kind {divergence.kind!r}, which compares logits")
+    return Teacher(
+        divergence,
+        hidden,
+        weight,
+        bias,
+        probabilities if logits is None else logits,
+        LogitTransform(1.0 if logit_scale is None else logit_scale, softcap),
+        probabilities is not None,
+    )
+
+
+@overload
+def linear_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    target: Tensor | ScoredTokens,
+    student_bias: Tensor | None = ...,
+    *,
+    teacher_hidden: Tensor | None = ...,
+    teacher_weight: Tensor | None = ...,
+    teacher_bias: Tensor | None = ...,
+    teacher_logits: Tensor | None = ...,
+    teacher_probs: Tensor | None = ...,
+    divergence: Divergence = ...,
+    statistics: None = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    logit_scale: float | None = ...,
+    teacher_softcap: float | None = ...,
+    teacher_logit_scale: float | None = ...,
+    memory_budget: int | None = ...,
+    logits_dtype: str = ...,
+    strategy: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    target: Tensor | ScoredTokens,
+    student_bias: Tensor | None = ...,
+    *,
+    teacher_hidden: Tensor | None = ...,
+    teacher_weight: Tensor | None = ...,
+    teacher_bias: Tensor | None = ...,
+    teacher_logits: Tensor | None = ...,
+    teacher_probs: Tensor | None = ...,
+    divergence: Divergence = ...,
+    statistics: tuple[str, ...],
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    logit_scale: float | None = ...,
+    teacher_softcap: float | None = ...,
+    teacher_logit_scale: float | None = ...,
+    memory_budget: int | None = ...,
+    logits_dtype: str = ...,
+    strategy: str = ...,
+) -> dict[str, Tensor]: ...
+
+
+def linear_divergence(
+    student_hidden: Tensor,  # [*, H]
+    student_weight: Tensor,  # [V, H]
+    target: Tensor | ScoredTokens,  # [*] integer
+    student_bias: Tensor | None = None,  # [V]
+    *,
+    teacher_hidden: Tensor | None = None,  # [*, H']
+    teacher_weight: Tensor | None = None,  # [V', H']
+    teacher_bias: Tensor | None = None,  # [V']
+    teacher_logits: Tensor | None = None,  # [*, V']
+    teacher_probs: Tensor | None = None,  # [*, V']
+    divergence: Divergence = Divergence(),  # noqa: B008
+    statistics: tuple[str, ...] | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    memory_budget: int | None = None,
+    logits_dtype: str = "float32",
+    strategy: str = "auto",
+) -> Tensor | dict[str, Tensor]:
+    """A divergence between student and teacher for each token, without the `[*, V]` logits of either.
+
+    | statistic | value | gradient |
+    |---|---|---|
+    | `distillation` | `soft_weight * c * D + hard_weight * (-log p[target])`, see `Divergence` | yes |
+    | `divergence` | `D` | no |
+    | `logprob` | `log p[target]` of the student, without the divergence's temperature | no |
+    | `entropy`, `teacher_entropy` | of the two softmaxes that `D` compares, in nats | no |
+
+    The teacher is constant. Products of `2 N H V` FLOPs over the scored tokens, N, with backward: the teacher's one and
+    the student's three; two with a frozen head, one under `torch.no_grad`; strategy `"recompute"` projects both sides
+    twice.
+
+    Args:
+        student_hidden, student_weight, student_bias: of the student's head, `softcap`, `logit_scale` of its logits.
+        target: `[*]`, aligned with `student_hidden`. Positions of `ignore_index` are not projected and have value 0;
+            the labels themselves are read only for the hard term and `logprob`.
+        teacher_hidden, teacher_weight, teacher_bias: of the teacher's head, of its own width; `teacher_softcap`,
+            `teacher_logit_scale` of its logits (None: none of either).
+        teacher_logits: instead, its logits, or log-probabilities, which are logits too. teacher_probs: instead, its
+            probabilities; each row is normalised to sum to 1.
+        divergence: which divergence, its temperature and the weights.
+        statistics: names out of the table; None returns `distillation` itself.
+        ignore_index, memory_budget, logits_dtype, strategy: as in `linear_logprobs`.
+
+    Returns:
+        A tensor `[*]`, or a dict of them by name: fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument.
+    """
+    names = ("distillation",) if statistics is None else tuple(statistics)
+    check_statistics("statistics", statistics if statistics is not None else names, DISTILLATION)
+    if strategy == "immediate":
+        raise ValueError("strategy: got 'immediate', which is for fused_linear_distillation; expected 'auto' or one of "
+                         f"{STRATEGIES[1:]}")  # fmt: skip
+    teacher = _teacher(
+        divergence, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_softcap,
+        teacher_logit_scale,
+    )  # fmt: skip
+    call = prepare(student_hidden, student_weight, target, student_bias, ignore_index, logits_dtype)
+    call.read(HeadTensors(teacher=teacher), names)
+    call.transform = make_transform(logit_scale, softcap, 1.0)
+    wanted = tuple(name for name in names if name == "distillation")
+    values = token_values(call, names, wanted, strategy, memory_budget)
+    return values["distillation"] if statistics is None else values
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss:
+    """The token mean of `distillation` as a loss object of `fused_linear_loss`'s protocol.
+
+    `sum_t w_t distillation_t / max(1, scored tokens)`; divided by `num_items_in_batch` instead where that is given: the
+    count over all micro-batches and ranks of an optimiser step. `reduction="sum"` divides by nothing.
+
+    Inputs: `token_weights` `w` `[R, T]`; `num_items_in_batch` without dimensions.
+    Metrics: the same means of `divergence` and of the hard label's `nll`, unweighted by their weights, where they are
+    among `report`.
+    """
+
+    report: tuple[str, ...] = ("divergence",)
+    reduction: str = "mean"
+
+    separability = "token"
+    differentiable = ("distillation",)
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction: got {self.reduction!r}, expected one of ('mean', 'sum')")
+        check_statistics("report", self.report, DISTILLATION)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("distillation", *self.report)))
+
+    def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        unknown = sorted(set(inputs) - {_COUNT, _WEIGHTS})
+        if unknown:
+            raise ValueError(f"inputs: got {', '.join(unknown)}, expected names out of {_WEIGHTS}, {_COUNT}")
+        weights, count = inputs.get(_WEIGHTS), inputs.get(_COUNT)
+        if weights is not None:
+            if not weights.is_floating_point():
+                raise TypeError(f"{_WEIGHTS}: got dtype {weights.dtype}, expected a floating-point tensor")
+            if weights.shape != mask.shape:
+                raise ValueError(f"{_WEIGHTS}: got shape {tuple(weights.shape)}, expected {tuple(mask.shape)}")
+        if count is not None:
+            if count.dim() != 0:
+                raise ValueError(f"{_COUNT}: got shape {tuple(count.shape)}, expected a tensor without dimensions")
+            if self.reduction == "sum":
+                raise ValueError(f"{_COUNT}: got a count, expected none with reduction='sum'")
+        return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
+
+    def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.reduction == "sum":
+            return {"count": mask.new_ones((), dtype=torch.float32)}
+        return {"count": inputs[_COUNT] if _COUNT in inputs else mask.sum().clamp_min(1)}
+
+    def __call__(
+        self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        def mean(name: str) -> Tensor:
+            each = statistics[name].masked_fill(~mask, 0)
+            if _WEIGHTS in inputs:
+                each = each * inputs[_WEIGHTS].masked_fill(~mask, 0).to(each.dtype)
+            return each.sum() / totals["count"].to(each.dtype)
+
+        metrics = {name: mean(name).detach() for name in self.report}
+        if "logprob" in metrics:
+            metrics["nll"] = -metrics.pop("logprob")
+        return mean("distillation"), metrics
+
+
+def fused_linear_distillation(
+    student_hidden: Tensor,  # [R, T, H] or [N, H]
+    student_weight: Tensor,  # [V, H]
+    target: Tensor | ScoredTokens,  # [R, T] or [N] integer
+    student_bias: Tensor | None = None,  # [V]
+    *,
+    teacher_hidden: Tensor | None = None,  # [R, T, H']
+    teacher_weight: Tensor | None = None,  # [V', H']
+    teacher_bias: Tensor | None = None,  # [V']
+    teacher_logits: Tensor | None = None,  # [R, T, V']
+    teacher_probs: Tensor | None = None,  # [R, T, V']
+    divergence: Divergence = Divergence(),  # noqa: B008
+    token_weights: Tensor | None = None,  # [R, T]
+    num_items_in_batch: Tensor | int | None = None,
+    reduction: str = "mean",
+    report: tuple[str, ...] = ("divergence",),
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    memory_budget: int | None = None,
+    logits_dtype: str = "float32",
+    strategy: str = "auto",
+    token_statistics: tuple[str, ...] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Distillation of a teacher into a student over their two heads, averaged over the scored tokens.
+
+        loss = sum_t w_t (soft_weight c D_t + hard_weight (-log p_t[target_t])) / max(1, scored tokens)
+
+    with `D` of `divergence`. The gradients are formed while both tiles of logits are resident: the teacher's product
+    and three of the student's, against six or eight where they are recomputed. No scored token gives 0, with a zero
+    gradient. A pure divergence unless `divergence.hard_weight` asks for the labels.
+
+    Args:
+        student_hidden, student_weight, target, student_bias, teacher_*, divergence, ignore_index, softcap,
+            logit_scale: as in `linear_divergence`; `[N, H]` is one row.
+        token_weights: `w`, a factor per token; the divisor does not count it.
+        num_items_in_batch: divides instead of the scored tokens: an int, or a tensor that need not be read.
+        reduction: `"mean"` or `"sum"`.
+        report: means to hand back, out of `divergence`, `logprob` (as `nll`), `entropy`, `teacher_entropy`.
+        memory_budget, logits_dtype, strategy: as in `fused_linear_loss`.
+        token_statistics: per-token numbers to hand back among the metrics, names as in `linear_divergence`.
+
+    Returns:
+        `(loss, metrics)`.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument.
+    """
+    teacher = _teacher(
+        divergence, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_softcap,
+        teacher_logit_scale,
+    )  # fmt: skip
+    loss = DistillationLoss(report=report, reduction=reduction)
+    inputs = {}
+    if token_weights is not None:
+        if not isinstance(token_weights, Tensor):
+            raise TypeError(f"{_WEIGHTS}: got {type(token_weights).__name__}, expected a torch.Tensor")
+        inputs[_WEIGHTS] = token_weights
+    if num_items_in_batch is not None:
+        inputs[_COUNT] = torch.as_tensor(num_items_in_batch)
+    shape = target.shape
+    if len(shape) == 1 and isinstance(student_hidden, Tensor) and student_hidden.dim() == 2:
+        # One row of all tokens.
+        student_hidden = student_hidden.unsqueeze(0)
+        target = target.as_row() if isinstance(target, ScoredTokens) else target.unsqueeze(0)
+        inputs = {name: value.unsqueeze(0) if name == _WEIGHTS else value for name, value in inputs.items()}
+        hidden, logits = (None if t is None else t.unsqueeze(0) for t in (teacher.hidden, teacher.logits))
+        teacher = replace(teacher, hidden=hidden, logits=logits)
+    value, metrics = run_loss(
+        loss, student_hidden, student_weight, target, student_bias, inputs,
+        given=HeadTensors(teacher=teacher), ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+        temperature=1.0, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=None,
+        token_statistics=token_statistics,
+    )  # fmt: skip
+    return value, {name: m.reshape(shape) if name in token_statistics else m for name, m in metrics.items()}

@@ -1,0 +1,138 @@
+"""The second model of a distillation, as the engine sees it: a head and hidden states, or numbers that exist."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels import Columns, Divergence, LogitTransform, TeacherTile
+from .head import FLOATING, Precision
+from .planner import Problem
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Never trained: what it says is constant. Either `hidden` and `weight`, or `logits`."""
+
+    divergence: Divergence
+    hidden: Tensor | None = None  # [R * T, H']
+    weight: Tensor | None = None  # [V', H']
+    bias: Tensor | None = None  # [V']
+    logits: Tensor | None = None  # [R * T, V'] logits, log-probabilities, or probabilities
+    transform: LogitTransform = LogitTransform()  # noqa: RUF009
+    probabilities: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias, self.logits
+
+    @property
+    def vocab_size(self) -> int:
+        known = self.weight if self.logits is None else self.logits.T
+        assert known is not None
+        return known.shape[0]
+
+    def columns(self, student_vocab: int) -> Columns:
+        return Columns.of(student_vocab, self.vocab_size, self.divergence.vocabulary)
+
+    def encode(self) -> str:
+        """What is not a tensor, as a string: operators take no objects."""
+        rest = (self.transform.scale, self.transform.softcap, self.probabilities)
+        return ";".join([self.divergence.encode(), *map(str, rest)])
+
+    @classmethod
+    def decode(
+        cls, text: str, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, logits: Tensor | None
+    ) -> Teacher | None:
+        if not text:
+            return None
+        divergence, *rest = text.split(";")
+        scale, softcap, probabilities = map(ast.literal_eval, rest)
+        transform = LogitTransform(scale, softcap)
+        return cls(Divergence.decode(divergence), hidden, weight, bias, logits, transform, probabilities)
+
+    def tile(self, logits: Tensor, columns: slice | None = None) -> TeacherTile:
+        """Of rows of its logits, or of a block of their columns."""
+        first = slice(0, logits.shape[1]) if columns is None else slice(columns.start, columns.start + logits.shape[1])
+        bias = None if self.bias is None else self.bias[first]
+        return TeacherTile(logits, bias, self.transform, self.probabilities)
+
+    def computed(self, precision: Precision) -> Teacher:
+        """With the weight in the dtype of the products."""
+        return self if self.weight is None else replace(self, weight=self.weight.to(precision.compute))
+
+    def describe(self, problem: Problem, precision: Precision) -> Problem:
+        """`problem` with what the teacher adds: each of the buffers of `TileWalk.teacher_rows`."""
+        width = self.columns(problem.vocab_size).teacher
+        scattered = problem.tokens < problem.positions
+        if self.logits is not None:
+            # The caller's rows are read where they lie, or gathered.
+            each = width * self.logits.itemsize * scattered
+            return replace(
+                problem, two_heads=True, teacher_row_bytes=each, teacher_column_bytes=self.logits.itemsize * scattered
+            )
+        assert self.hidden is not None
+        assert self.weight is not None
+        cast = self.hidden.dtype != precision.compute
+        own = self.hidden.shape[-1] * (precision.compute.itemsize * (scattered or cast))
+        own += self.hidden.shape[-1] * self.hidden.itemsize * (scattered and cast)
+        logits = -(-width // 8) * 8 * precision.logits.itemsize
+        return replace(
+            problem,
+            two_heads=True,
+            teacher_row_bytes=logits + own,
+            teacher_column_bytes=precision.logits.itemsize,
+            teacher_compact_bytes=problem.tokens * own,
+            teacher_fixed_bytes=self.weight.numel() * precision.compute.itemsize
+            * (self.weight.dtype != precision.compute),
+            teacher_gemms=width * self.hidden.shape[-1] / (problem.vocab_size * problem.hidden_size),
+        )  # fmt: skip
+
+
+def check_teacher(
+    teacher: Teacher,  # its tensors as the caller has them
+    shape: torch.Size,  # of the tokens
+    device: torch.device,
+    names: tuple[str, str, str, str] = ("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits"),
+) -> Teacher:
+    """The teacher, checked, flat and detached. Raises before any work, naming the argument."""
+    given = dict(zip(names, teacher.tensors, strict=True))
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
+        if tensor.device != device:
+            raise ValueError(f"{name}: got device {tensor.device}, expected {device}, that of hidden")
+    hidden, weight, bias, logits = teacher.tensors
+    if (logits is None) == (hidden is None) or (weight is None) != (hidden is None):
+        seen = ", ".join(name for name, tensor in given.items() if tensor is not None) or "nothing"
+        raise ValueError(
+            f"teacher: got {seen}, expected either {names[0]} and {names[1]}, or {names[3]} alone"
+        )  # fmt: skip
+    if logits is not None:
+        if bias is not None:
+            raise ValueError(f"{names[2]}: got a tensor, expected None beside {names[3]}, which contain it")
+        if logits.shape[:-1] != shape or logits.dim() != len(shape) + 1 or logits.shape[-1] == 0:
+            raise ValueError(f"{names[3]}: got shape {tuple(logits.shape)}, expected {(*shape, 'V')}, V >= 1")
+        rows = logits.detach().reshape(-1, logits.shape[-1])
+        return replace(teacher, logits=rows if rows.stride(-1) == 1 else rows.contiguous())
+    assert hidden is not None
+    assert weight is not None
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"{names[1]}: got shape {tuple(weight.shape)}, expected [V, H], V >= 1 and H >= 1")
+    if hidden.shape != (*shape, weight.shape[1]):
+        raise ValueError(f"{names[0]}: got shape {tuple(hidden.shape)}, expected {(*shape, weight.shape[1])}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{names[2]}: got shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
+    return replace(
+        teacher,
+        hidden=hidden.detach().reshape(-1, hidden.shape[-1]),
+        weight=weight.detach(),
+        bias=None if bias is None else bias.detach(),
+    )

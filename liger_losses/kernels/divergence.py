@@ -1,0 +1,141 @@
+"""Which divergence between two models' next-token distributions, and how it and the hard label enter one number."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass
+
+KINDS = (
+    "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "jeffreys", "alpha", "cosine",
+    "mse",
+)  # fmt: skip
+DISTILLATION = ("distillation", "divergence", "logprob", "entropy", "teacher_entropy")
+VOCABULARY = ("shared", "padded")
+
+# Read by one family of kinds only: elsewhere another value than the default would be ignored, and is refused.
+_OWN = {"beta": ("jsd",), "skew": ("skewed_forward_kl", "skewed_reverse_kl"), "alpha": ("alpha",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Per token, `distillation = soft_weight * c * D + hard_weight * (-log p_hard[label])`.
+
+    `D` compares `s = softmax(z_student / temperature)` and `t = softmax(z_teacher / temperature)`, `KL(a || b) =
+    sum_v a_v log(a_v / b_v)`, natural logarithms:
+
+    | kind | D |
+    |---|---|
+    | `forward_kl` | `KL(t || s)` |
+    | `reverse_kl` | `KL(s || t)` |
+    | `jsd` | `beta KL(t || m) + (1 - beta) KL(s || m)`, `m = (1 - beta) s + beta t` |
+    | `skewed_forward_kl` | `KL(t || skew t + (1 - skew) s)`: DistiLLM's SKL, arXiv:2402.03898 |
+    | `skewed_reverse_kl` | `KL(s || (1 - skew) t + skew s)`: its SRKL |
+    | `tvd` | `sum_v |s_v - t_v| / 2`, total variation |
+    | `jeffreys` | `KL(t || s) + KL(s || t)` |
+    | `alpha` | `(1 - sum_v t_v^alpha s_v^(1 - alpha)) / (alpha (1 - alpha))`: Amari's, forward KL as alpha goes to 1 |
+    | `cosine` | `1 - cos(z_student, z_teacher)`, of the logits themselves, which must be finite |
+    | `mse` | `sum_v (z_student - z_teacher)_v^2 / V`, likewise |
+
+    A probability of 0 (a logit of -inf) is exact: `0 log 0 = 0`, and a KL of something against nothing is +inf. A token
+    whose divergence is infinite through the teacher's zeros (reverse KL, Jeffreys) sends no gradient back.
+
+    `p_hard` is the softmax of the student's logits over its whole vocabulary, **without** `temperature`: the
+    temperature is the divergence's alone. `c = 1`, or `temperature^2` with `scale_by_squared_temperature`, which keeps
+    the gradient's size as the temperature grows (Hinton et al., arXiv:1503.02531); TRL and liger-kernel use `c = 1`.
+
+    Args:
+        kind: see above. beta: of `jsd`, the weight of the teacher, in [0, 1]. As `beta` goes to 0 or 1 the formula goes
+            to 0; the endpoints themselves are, as in TRL and liger-kernel, 0: forward KL, 1: reverse KL.
+        skew: in [0, 1); 0 is the plain KL. alpha: any finite number but 0 and 1.
+        temperature: > 0. teacher_temperature: of the teacher alone; None: as `temperature`.
+        soft_weight, hard_weight: >= 0.
+        vocabulary: for two vocabularies that agree on their first columns and differ in length: `"shared"` restricts
+            both softmaxes of `D` to the columns that both have; `"padded"` gives the shorter side probability 0 on the
+            rest (so that forward KL is +inf where the teacher has more columns).
+    """
+
+    kind: str = "forward_kl"
+    beta: float = 0.5
+    skew: float = 0.1
+    alpha: float = 0.5
+    temperature: float = 1.0
+    teacher_temperature: float | None = None
+    scale_by_squared_temperature: bool = False
+    soft_weight: float = 1.0
+    hard_weight: float = 0.0
+    vocabulary: str = "shared"
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("kind", self.kind, KINDS), ("vocabulary", self.vocabulary, VOCABULARY)):
+            if value not in choices:
+                raise ValueError(f"{name}: got {value!r}, expected one of {choices}")
+        numbers = ["beta", "skew", "alpha", "temperature", "soft_weight", "hard_weight"]
+        for name in numbers + ["teacher_temperature"] * (self.teacher_temperature is not None):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}: got {value!r}, expected a number")
+            if not math.isfinite(value):
+                raise ValueError(f"{name}: got {value}, expected a finite number")
+        for name in ("temperature", "teacher_temperature"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}: got {value}, expected a number > 0")
+        for name in ("soft_weight", "hard_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number >= 0")
+        if not isinstance(self.scale_by_squared_temperature, bool):
+            raise TypeError(
+                f"scale_by_squared_temperature: got {self.scale_by_squared_temperature!r}, expected True or False"
+            )
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta: got {self.beta}, expected 0 <= beta <= 1")
+        if not 0 <= self.skew < 1:
+            raise ValueError(f"skew: got {self.skew}, expected 0 <= skew < 1")
+        if self.alpha in (0, 1):
+            raise ValueError(
+                f"alpha: got {self.alpha}, whose limit is {('reverse_kl', 'forward_kl')[int(self.alpha)]}; expected "
+                "another number, or that kind"
+            )
+        for name, kinds in _OWN.items():
+            default = type(self).__dataclass_fields__[name].default
+            if self.kind not in kinds and getattr(self, name) != default:
+                raise ValueError(f"{name}: got {getattr(self, name)} with kind {self.kind!r}, which does not read it")
+
+    @property
+    def form(self) -> str:
+        """The kind whose formula is evaluated: the endpoints of `beta` and `skew` are other kinds."""
+        if self.kind == "jsd" and self.beta in (0, 1):
+            return "reverse_kl" if self.beta else "forward_kl"
+        return self.kind.removeprefix("skewed_") if self.skew == 0 else self.kind
+
+    @property
+    def parameter(self) -> float:
+        """The one number that the form reads."""
+        return {"jsd": self.beta, "alpha": self.alpha}.get(self.kind, self.skew)
+
+    @property
+    def inverse_temperatures(self) -> tuple[float, float]:
+        """Of student and teacher."""
+        teacher = self.temperature if self.teacher_temperature is None else self.teacher_temperature
+        return 1 / self.temperature, 1 / teacher
+
+    @property
+    def weight(self) -> float:
+        """Of `D` in the distillation."""
+        return self.soft_weight * (self.temperature**2 if self.scale_by_squared_temperature else 1.0)
+
+    def encode(self) -> str:
+        """As a string, for operators, which take no objects. Plain enough for torch.compile to trace."""
+        numbers = (
+            self.beta, self.skew, self.alpha, self.temperature, self.teacher_temperature,
+            self.scale_by_squared_temperature, self.soft_weight, self.hard_weight,
+        )  # fmt: skip
+        return ",".join([self.kind, *map(str, numbers), self.vocabulary])
+
+    @classmethod
+    def decode(cls, text: str) -> Divergence:
+        kind, *numbers, vocabulary = text.split(",")
+        names = list(cls.__dataclass_fields__)[1:-1]
+        values = dict(zip(names, map(ast.literal_eval, numbers), strict=True))
+        return cls(kind=kind, vocabulary=vocabulary, **values)

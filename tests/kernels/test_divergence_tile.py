@@ -1,0 +1,216 @@
+"""`divergence_tile` and `divergence_gradient` against the formulas and autograd in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_losses.kernels import Columns, Divergence, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
+
+from ..distillation_oracle import KINDS, NAMES, label_of, unfused_distillation
+from ..oracle import check_close, largest, transformed
+from .conftest import INTERPRETED
+from .test_tile_statistics import BF16, F16, F32, ROWS, VOCABS, as_transform, make_tile, options_of, rows_of
+
+TEACHER = {"plain": {}, "all": {"softcap": 7.0, "logit_scale": 0.8}, "rows": {"logit_scale": 0.5}}
+
+
+def teacher_of(tile: Tensor, vocab: int, *, aligned: bool, spread: float = 1.0) -> Tensor:
+    """A teacher near the student, with as many columns as it is told."""
+    generator = torch.Generator().manual_seed(vocab + 1)
+    logits = rows_of(len(tile), vocab, tile.dtype, str(tile.device), aligned=aligned)
+    logits.copy_(spread * torch.randn(len(tile), vocab, generator=generator))
+    both = min(vocab, tile.shape[1])
+    logits[:, :both] += tile[:, :both]
+    return logits
+
+
+def visit(
+    tile: Tensor, bias: Tensor | None, target: Tensor, teacher: TeacherTile, options: Divergence,
+    transform: dict[str, Any], out: Tensor | None = None, names: tuple[str, ...] = NAMES,
+) -> DivergenceState:  # fmt: skip
+    kind = torch.float64 if tile.dtype == torch.float64 else F32
+    state = DivergenceState(len(tile), names, options, device=tile.device, dtype=kind)
+    columns = Columns.of(tile.shape[1], teacher.logits.shape[1], options.vocabulary)
+    divergence_tile(tile, bias, target, teacher, state, as_transform(transform), columns, out=out)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("dtype", "written"), [(F32, F32), (F32, BF16), (BF16, BF16)][INTERPRETED : 3 - INTERPRETED], ids=str
+)
+@pytest.mark.parametrize("options", KINDS, ids=label_of)
+def test_every_kind(device: str, options: Divergence, dtype: torch.dtype, written: torch.dtype) -> None:
+    cases = list(zip(TEACHER, (VOCABS[device][-1], 257, 64), (True, False, True), strict=True))
+    if INTERPRETED:  # every kind and every case, though not every pair of them
+        cases = [cases[KINDS.index(options) % 3]]
+    for transform, vocab, aligned in cases:
+        chosen = options_of(transform, device)
+        tile, bias, target = make_tile(vocab, dtype, device, aligned=aligned, bias=aligned)
+        logits = teacher_of(tile, vocab, aligned=aligned)
+        shift = torch.linspace(-1, 1, vocab, device=device) if aligned else None
+        teacher = TeacherTile(logits, shift, as_transform(TEACHER[transform]))
+        factor = torch.tensor([1.0, -2.0, 0.5, 0.0, 1.0], device=device)
+        exact: dict[str, Tensor] = {}
+        naive: dict[str, Tensor] = {}
+        for kind, result in ((torch.float64, exact), (F32, naive)):
+            raw = tile.detach().to(kind).requires_grad_()
+            student = transformed(raw if bias is None else raw + bias.to(kind), **chosen)
+            other = transformed(logits.to(kind) + (0 if shift is None else shift.to(kind)), **TEACHER[transform])
+            result |= unfused_distillation(student, other, target, options)
+            result["out"] = torch.autograd.grad(result["distillation"].sum(), raw)[0]
+            result["scale"] = student.detach().abs().amax() + other.abs().amax()
+        out = rows_of(ROWS, vocab, written, device, aligned=aligned, fill=math.nan)
+        state = visit(tile, bias, target, teacher, options, chosen, out)
+        got = state.statistics(vocab)
+        assert tuple(got) == NAMES
+        size = float(exact["scale"]) * (float(exact["scale"]) if options.kind == "mse" else 1)
+        size *= 1 + options.weight + largest(exact["divergence"])
+        for name, value in got.items():
+            check_close(value, exact[name].detach(), naive[name].detach(), F32, terms=vocab, scale=size, what=name)
+        slope = largest(exact["out"])
+        check_close(out, exact["out"], naive["out"], written, terms=8, scale=max(1.0, slope), what="gradient")
+
+        # The same from blocks of columns, with what the visit left.
+        kept = DivergenceState.of_kept(state.lse, options)
+        blocks = rows_of(ROWS, vocab, written, device, aligned=aligned, fill=math.nan)
+        step = 152 if aligned else 150
+        for start in range(0, vocab, step):
+            block = slice(start, min(start + step, vocab))
+            part = TeacherTile(logits[:, block], None if shift is None else shift[block], teacher.transform)
+            divergence_gradient(
+                tile[:, block], None if bias is None else bias[block], target, part, kept, as_transform(chosen),
+                Columns.of(vocab, vocab, "shared").block(block.start, block.stop), factor=factor, out=blocks[:, block],
+                first_column=start,
+            )  # fmt: skip
+        want, other = (result["out"] * factor.unsqueeze(-1).to(result["out"].dtype) for result in (exact, naive))
+        check_close(blocks, want, other, written, terms=8, scale=2 * max(1.0, slope), what="gradient of blocks")
+
+
+@pytest.mark.parametrize("vocabulary", ["shared", "padded"])
+@pytest.mark.parametrize(("columns", "teacher_columns"), [(150, 201), (201, 150)])
+def test_vocabularies_of_two_sizes(device: str, columns: int, teacher_columns: int, vocabulary: str) -> None:
+    for kind in (
+        ("forward_kl", "reverse_kl", "cosine") if INTERPRETED else ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
+    ):
+        options = Divergence(kind=kind, vocabulary=vocabulary, hard_weight=0.5)
+        tile, bias, target = make_tile(columns, F32, device)
+        logits = teacher_of(tile, teacher_columns, aligned=True)
+        out = rows_of(ROWS, columns, F32, device, aligned=True, fill=math.nan)
+        got = visit(tile, bias, target, TeacherTile(logits), options, {}, out).statistics(columns)
+        infinite = vocabulary == "padded" and kind == ("forward_kl" if columns < teacher_columns else "reverse_kl")
+        raw = tile.double().requires_grad_()
+        assert bias is not None
+        if kind == "cosine" and vocabulary == "padded":
+            continue  # logits, not probabilities: the rest counts as 0, which the oracle's -inf is not
+        exact = unfused_distillation(raw + bias.double(), logits.double(), target, options)
+        torch.testing.assert_close(got["divergence"].double(), exact["divergence"].detach(), rtol=1e-5, atol=1e-6)
+        assert got["divergence"].isinf().all().item() == infinite
+        if not (infinite or vocabulary == "padded"):
+            want = torch.autograd.grad(exact["distillation"].sum(), raw)[0]
+            torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=2e-6)
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("options", KINDS[:12], ids=label_of)
+def test_zero_probabilities(device: str, options: Divergence) -> None:
+    """Columns that one side, or both, give probability 0: the formula's limits, never NaN."""
+    vocab, ninf = 40, -math.inf
+    tile, _, target = make_tile(vocab, F32, device, bias=False)
+    logits = teacher_of(tile, vocab, aligned=True)
+    target[:] = 5
+    tile[:, 7] = logits[:, 7] = ninf  # both
+    tile[1, 9] = tile[4, 11] = ninf  # the student's
+    logits[2, 3] = logits[4, 4] = ninf  # the teacher's
+    out = torch.full_like(tile, math.nan)
+    got = visit(tile, None, target, TeacherTile(logits), options, {}, out).statistics(vocab)
+    assert not any(value.isnan().any() for value in got.values())
+    assert out.isfinite().all()
+    exact = unfused_distillation(tile.double(), logits.double(), target, options)
+    value = exact["divergence"]
+    if options.kind == "jeffreys":
+        value = torch.tensor([1.0, math.inf, math.inf, 1.0, math.inf], dtype=torch.float64, device=device) * value
+    if not value.isnan().any():
+        torch.testing.assert_close(got["divergence"].double(), value, rtol=1e-5, atol=1e-6)
+    form = {"forward_kl": (1, 4), "reverse_kl": (2, 4), "jeffreys": (1, 2, 4)}.get(options.form, ())
+    if options.form != "alpha":
+        assert got["divergence"].isinf().nonzero().flatten().tolist() == list(form)
+
+
+@pytest.mark.parametrize("options", KINDS[:14], ids=label_of)
+def test_equal_models_and_nearly_equal_ones(device: str, options: Divergence) -> None:
+    if options.teacher_temperature is not None:
+        options = Divergence(kind=options.kind)
+    pure = {"kind": options.kind, "temperature": options.temperature}
+    own = {name: getattr(options, name) for name in ("beta", "skew", "alpha")}
+    options = Divergence(**pure, **own)
+    vocab = VOCABS[device][-1]
+    tile, _, target = make_tile(vocab, F32, device, bias=False)
+    out = torch.full_like(tile, math.nan)
+    got = visit(tile, None, target, TeacherTile(tile.clone()), options, {}, out).statistics(vocab)
+    assert torch.equal(got["divergence"], torch.zeros_like(got["divergence"]))
+    assert largest(out) <= 1e-6
+    for spread in (1e-1, 1e-3, 1e-5)[: 2 if INTERPRETED else 3]:
+        logits = teacher_of(tile, vocab, aligned=True, spread=spread)
+        value = visit(tile, None, target, TeacherTile(logits), options, {}).statistics(vocab)["divergence"]
+        assert (value >= 0).all()
+        exact = unfused_distillation(tile.double(), logits.double(), target, options)["divergence"]
+        # A log-ratio of size `spread` is the difference of two rounded logits.
+        rounding = 2.0**-23 * largest(tile) / options.temperature
+        bound = (1e-5 + 8 * rounding / spread) * exact + rounding**2 if options.kind != "tvd" else 1e-6
+        assert ((value.double() - exact).abs() <= bound).all(), spread
+
+
+def test_teacher_forms_agree(device: str) -> None:
+    """Logits, log-probabilities and probabilities of one teacher, under a temperature."""
+    options = Divergence(kind="jsd", temperature=2.0)
+    tile, bias, target = make_tile(64, F32, device)
+    logits = teacher_of(tile, 64, aligned=True)
+    forms = (
+        TeacherTile(logits),
+        TeacherTile(logits.log_softmax(-1)),
+        TeacherTile(logits.softmax(-1), probabilities=True),
+    )
+    first, *others = (visit(tile, bias, target, form, options, {}).statistics(64) for form in forms)
+    for other in others:
+        for name in NAMES:
+            torch.testing.assert_close(other[name], first[name], rtol=2e-5, atol=2e-6)
+
+
+def test_large_logits_and_a_peak_after_the_first_block(device: str) -> None:
+    options = Divergence(kind="jsd", hard_weight=0.5)
+    tile, _, target = make_tile(300, F32, device, bias=False)
+    logits = teacher_of(tile, 300, aligned=True)
+    tile[:, 250] += 200
+    logits[:, 240] += 300
+    out = torch.full_like(tile, math.nan)
+    raw = tile.double().requires_grad_()
+    exact = unfused_distillation(raw, logits.double(), target, options)
+    got = visit(tile, None, target, TeacherTile(logits), options, {}, out).statistics(300)
+    torch.testing.assert_close(got["divergence"].double(), exact["divergence"].detach(), rtol=1e-5, atol=1e-6)
+    want = torch.autograd.grad(exact["distillation"].sum(), raw)[0]
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_out_of_range_is_nan(device: str) -> None:
+    tile, _, target = make_tile(64, F32, device, bias=False)
+    target[1], target[2] = 64, -5
+    logits = teacher_of(tile, 64, aligned=True)
+    got = visit(tile, None, target, TeacherTile(logits), Divergence(hard_weight=1.0), {}).statistics(64)
+    assert got["distillation"].isnan().tolist() == [False, True, True, False, False]
+    assert not got["divergence"].isnan().any()
+
+
+def test_fp16_and_in_place(device: str) -> None:
+    tile, bias, target = make_tile(257, F16, device)
+    logits = teacher_of(tile, 257, aligned=True)
+    apart = torch.empty_like(tile)
+    options = Divergence(kind="jsd")
+    visit(tile, bias, target, TeacherTile(logits), options, {}, apart)
+    visit(tile, bias, target, TeacherTile(logits), options, {}, tile)
+    assert torch.equal(tile, apart)
+    assert apart.isfinite().all()
