@@ -1,4 +1,4 @@
-"""What the distillation examples share: a teacher, a student, text as a stream of tokens, perplexity, a training loop."""
+"""What the distillation examples share: two models, text as a stream of tokens, perplexity, a training loop."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
     python examples/distill.py                                   # minutes on two CPU cores, nothing downloaded
     python examples/distill.py --teacher Qwen/Qwen2.5-1.5B --student Qwen/Qwen2.5-0.5B --dataset stanfordnlp/imdb
 
-Three students start equal and see the same text for the same number of steps: one learns the next token, without a
-teacher; one the teacher's distribution over every next token (off policy); one that distribution on what it wrote itself
-in every second step, as in generalised knowledge distillation (on policy, GKD, arXiv:2306.13649).
+Three students start equal and train for the same number of steps on text drawn alike: one learns the next token,
+without a teacher; one the teacher's distribution over every next token (off policy); one that distribution, in every
+second step on what the student itself wrote, as in generalised knowledge distillation (on policy, GKD,
+arXiv:2306.13649).
 
 Without `--teacher`: text from the standard library, a BPE trained on it, and both models made here. The numbers show
 that training works on this text, not how good either model is.
@@ -19,9 +20,10 @@ import itertools
 import torch
 from _distillation import arguments, head, hidden_states, next_token_loss, perplexity, prepare, report, train
 from _text import windows
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from liger_losses import LigerFusedLinearJSD
+from liger_losses.chunked import Divergence, fused_linear_distillation
 
 
 def main() -> None:
@@ -31,33 +33,36 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of text that the student continues")
     args, setting = prepare(parser)
     teacher = setting.teacher
-    on_text, on_own_words = LigerFusedLinearJSD(args.off_policy_beta), LigerFusedLinearJSD(args.on_policy_beta)
+    on_text, on_own_words = (Divergence(kind="jsd", beta=beta) for beta in (args.off_policy_beta, args.on_policy_beta))
 
-    def from_teacher(
-        loss: LigerFusedLinearJSD, student: PreTrainedModel, ids: torch.Tensor, prompt: int
-    ) -> torch.Tensor:
-        """The divergence from the teacher at every token of `ids` after the prompt's, from hidden states and heads."""
+    def from_teacher(divergence: Divergence, student: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
+        """The mean divergence from the teacher over the tokens of `ids` after the prompt's, without either's logits."""
         target = ids[:, 1:].clone()
         target[:, : max(prompt - 1, 0)] = -100
         with torch.no_grad():
             teacher_hidden = hidden_states(teacher, ids[:, :-1])
-        student_hidden = hidden_states(student, ids[:, :-1])
-        return loss(
-            student_hidden.flatten(0, 1), head(student), teacher_hidden.flatten(0, 1), head(teacher), target.flatten()
+        loss, _ = fused_linear_distillation(
+            hidden_states(student, ids[:, :-1]),
+            head(student),
+            target,
+            teacher_hidden=teacher_hidden,
+            teacher_weight=head(teacher),
+            divergence=divergence,
         )
+        return loss
 
-    def text() -> torch.Tensor:
+    def text() -> Tensor:
         return windows(setting.training, args.batch_size, args.length)
 
-    def without_teacher(student: PreTrainedModel) -> torch.Tensor:
+    def without_teacher(student: PreTrainedModel) -> Tensor:
         return next_token_loss(student, text())
 
-    def off_policy(student: PreTrainedModel) -> torch.Tensor:
+    def off_policy(student: PreTrainedModel) -> Tensor:
         return from_teacher(on_text, student, text(), prompt=0)
 
     turns = itertools.count()
 
-    def on_policy(student: PreTrainedModel) -> torch.Tensor:
+    def on_policy(student: PreTrainedModel) -> Tensor:
         ids = text()
         if next(turns) % 2:
             return from_teacher(on_text, student, ids, prompt=0)

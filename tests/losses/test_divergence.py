@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from liger_losses.chunked import Divergence, linear_divergence
 from liger_losses.losses import DIVERGENCES, divergence, logprob_divergence
 
 V = 9
@@ -296,6 +297,50 @@ def test_any_leading_shape() -> None:
     assert divergence(student[0], teacher[0]).shape == ()
     torch.testing.assert_close(divergence(student.view(2, 3, V), teacher.view(2, 3, V)), whole.view(2, 3))
     assert divergence(student[:0], teacher[:0]).shape == (0,)
+
+
+FUSED = [kind for kind in DIVERGENCES if kind != "akl"]  # whose head needs the teacher's order
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("temperatures", [(1.0, None), (1.6, None), (2.0, 0.8)])
+def test_the_fused_form_is_this(kind: str, temperatures: tuple[float, float | None]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    h_s, w_s, h_t, w_t = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((2, 7, 5), (V, 5), (2, 7, 4), (V, 4))
+    )
+    h_s.requires_grad_(), w_s.requires_grad_()
+    target = torch.randint(0, V, (2, 7), generator=generator)
+    target[0, :3] = -100
+    options = {"kind": kind, "temperature": temperatures[0], "teacher_temperature": temperatures[1]}
+    options["scale_by_squared_temperature"] = True
+    fused = linear_divergence(
+        h_s, w_s, target, teacher_hidden=h_t, teacher_weight=w_t, divergence=Divergence(**options)
+    )
+    unfused = divergence(h_s @ w_s.T, h_t @ w_t.T, mask=target != -100, **options)
+    torch.testing.assert_close(fused, unfused)
+    upstream = torch.rand(2, 7, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad(v, (h_s, w_s), upstream) for v in (fused, unfused)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "jsd", "beta": 0.0},
+        {"kind": "jsd", "beta": 0.3},
+        {"kind": "jsd", "beta": 1.0},
+        {"kind": "skewed_reverse_kl", "skew": 0.4},
+        {"kind": "alpha", "alpha": -0.5},
+    ],
+    ids=str,
+)
+def test_the_fused_form_reads_the_same_numbers(options: dict) -> None:
+    student, teacher = logits()
+    eye = torch.eye(V, dtype=torch.float64)  # so that hidden states are logits
+    target = torch.zeros(6, dtype=torch.int64)
+    fused = linear_divergence(student, eye, target, teacher_logits=teacher, divergence=Divergence(**options))
+    torch.testing.assert_close(fused, divergence(student, teacher, **options))
 
 
 Z = torch.zeros(3, 5)
