@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from liger_losses import linear_logprobs
 
-TEACHER = {"hidden_size": 192, "layers": 3}
-STUDENT = {"hidden_size": 64, "layers": 2}
+# Few words, since there is little text: both models must see each of them often enough to learn it.
+VOCABULARY = 1024
+TEACHER = {"hidden_size": 160, "layers": 3}
+STUDENT = {"hidden_size": 48, "layers": 2}
 
 Loss = Callable[[PreTrainedModel], torch.Tensor]
 
@@ -42,9 +44,9 @@ def arguments(doc: str | None, output: str) -> argparse.ArgumentParser:
     parser.add_argument("--dataset", help="data set on the hub with a column of text (with --teacher and --student)")
     parser.add_argument("--column", default="text", help="that column")
     parser.add_argument("--examples", type=int, default=2000, help="rows of --dataset to read")
-    parser.add_argument("--warm-up", type=int, default=120, help="steps of next-token training that make the teacher")
-    parser.add_argument("--student-warm-up", type=int, default=30, help="the same, for the student to start from")
-    parser.add_argument("--steps", type=int, default=80, help="steps of each run of the student")
+    parser.add_argument("--warm-up", type=int, default=300, help="steps of next-token training that make the teacher")
+    parser.add_argument("--student-warm-up", type=int, default=60, help="the same, for the student to start from")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each run of the student")
     parser.add_argument("--batch-size", type=int, default=12, help="stretches of text a step")
     parser.add_argument("--length", type=int, default=96, help="tokens of a stretch")
     parser.add_argument("--held-out", type=int, default=8192, help="tokens to evaluate on")
@@ -70,7 +72,7 @@ def prepare(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settin
         learning_rate = 1e-5
     else:
         training, held_out = paragraphs()
-        tokenizer = train_tokenizer(training)
+        tokenizer = train_tokenizer(training, VOCABULARY)
         print(f"text: {len(training)} paragraphs of the Python language reference, {len(held_out)} held out")
         made = {"seed": args.seed, "device": device}
         teacher = warm_model(tokenizer, training, steps=args.warm_up, label="teacher, on the text", **made, **TEACHER)

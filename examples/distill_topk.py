@@ -5,7 +5,8 @@
 
 The teacher reads the text once and leaves, for every token, the ids and log-probabilities of its k most probable next
 tokens in a `datasets` folder. Training reads that folder and never sees the teacher. What the teacher gave to all other
-tokens is kept as one number (`--tail bucket`) or dropped (`--tail renormalise`).
+tokens is kept as one number (`--tail bucket`) or dropped (`--tail renormalise`): the student learns nothing of how that
+part is spread, so the text's own next token is mixed in (`--hard-weight`), as one more id beside the k.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def store(setting: Setting, k: int, length: int, rows: int, folder: Path) -> Non
 
 def main() -> None:
     parser = arguments(__doc__, "outputs/distill_topk")
-    parser.add_argument("--top-k", type=int, default=16, help="tokens that the teacher leaves of each distribution")
+    parser.add_argument("--top-k", type=int, default=32, help="tokens that the teacher leaves of each distribution")
     parser.add_argument("--tail", choices=("bucket", "renormalise"), default="bucket")
+    parser.add_argument("--hard-weight", type=float, default=0.5, help="of the next token's loss beside the teacher's")
     args, setting = prepare(parser)
     disable_progress_bars()  # of writing; the others stay
     folder = args.output / "teacher"
@@ -53,7 +55,11 @@ def main() -> None:
     del setting.teacher
     stored = load_from_disk(folder).with_format("torch", device=setting.device)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"teacher on disk: {len(stored)} stretches, {size / 2**20:.1f} MiB, in {folder}")
+    covered = torch.stack([row["logprobs"].float().exp().sum(-1).mean() for row in stored]).mean().item()
+    print(
+        f"teacher on disk: {len(stored)} stretches, {size / 2**20:.1f} MiB, {covered:.0%} of its mass in the top "
+        f"{args.top_k}, in {folder}"
+    )
 
     def batch() -> dict[str, torch.Tensor]:
         return stored[torch.randint(len(stored), (args.batch_size,)).tolist()]
@@ -63,8 +69,10 @@ def main() -> None:
 
     def from_disk(student: PreTrainedModel) -> torch.Tensor:
         rows = batch()
-        logprobs = linear_topk_logprobs(hidden_states(student, rows["ids"][:, :-1]), head(student), rows["places"])
-        return topk_divergence(logprobs, rows["logprobs"].float(), tail=args.tail).mean()
+        ids = torch.cat([rows["places"], rows["ids"][:, 1:, None]], -1)
+        logprobs = linear_topk_logprobs(hidden_states(student, rows["ids"][:, :-1]), head(student), ids)
+        soft = topk_divergence(logprobs[..., :-1], rows["logprobs"].float(), tail=args.tail)
+        return (soft - args.hard_weight * logprobs[..., -1]).mean()
 
     runs = {"without a teacher": without_teacher, f"top {args.top_k} from disk": from_disk}
     histories = {
