@@ -13,17 +13,28 @@ from liger_losses._version import __version__
 
 if TYPE_CHECKING:
     from liger_losses import functional, losses, testing
-    from liger_losses.chunked import fused_linear_loss, linear_logprobs, logit_statistics
+    from liger_losses.chunked import (
+        Divergence,
+        fused_linear_distillation,
+        fused_linear_loss,
+        linear_divergence,
+        linear_logprobs,
+        logit_statistics,
+    )
     from liger_losses.chunked.planner import plan
     from liger_losses.modules import (
         LigerCrossEntropyLoss,
         LigerFusedLinearAlphaPOLoss,
         LigerFusedLinearBCELoss,
         LigerFusedLinearBCOLoss,
+        LigerFusedLinearCosineSimilarityLoss,
         LigerFusedLinearCPOLoss,
         LigerFusedLinearCrossEntropyLoss,
         LigerFusedLinearDPOLoss,
         LigerFusedLinearGRPOLoss,
+        LigerFusedLinearJSD,
+        LigerFusedLinearJSDLoss,
+        LigerFusedLinearKLDivLoss,
         LigerFusedLinearKTOLoss,
         LigerFusedLinearORPOLoss,
         LigerFusedLinearSimPOLoss,
@@ -35,14 +46,19 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Divergence",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearAlphaPOLoss",
     "LigerFusedLinearBCELoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
@@ -52,7 +68,9 @@ __all__ = [
     "LigerTVDLoss",
     "__version__",
     "functional",
+    "fused_linear_distillation",
     "fused_linear_loss",
+    "linear_divergence",
     "linear_logprobs",
     "linear_topk_logprobs",
     "logit_statistics",
@@ -63,14 +81,19 @@ __all__ = [
 
 # Name -> the module that defines it; a name that is a submodule maps to None.
 _HOMES: dict[str, str | None] = {
+    "Divergence": "liger_losses.chunked",
     "LigerCrossEntropyLoss": "liger_losses.modules",
     "LigerFusedLinearAlphaPOLoss": "liger_losses.modules",
     "LigerFusedLinearBCELoss": "liger_losses.modules",
     "LigerFusedLinearBCOLoss": "liger_losses.modules",
     "LigerFusedLinearCPOLoss": "liger_losses.modules",
+    "LigerFusedLinearCosineSimilarityLoss": "liger_losses.modules",
     "LigerFusedLinearCrossEntropyLoss": "liger_losses.modules",
     "LigerFusedLinearDPOLoss": "liger_losses.modules",
     "LigerFusedLinearGRPOLoss": "liger_losses.modules",
+    "LigerFusedLinearJSD": "liger_losses.modules",
+    "LigerFusedLinearJSDLoss": "liger_losses.modules",
+    "LigerFusedLinearKLDivLoss": "liger_losses.modules",
     "LigerFusedLinearKTOLoss": "liger_losses.modules",
     "LigerFusedLinearORPOLoss": "liger_losses.modules",
     "LigerFusedLinearSimPOLoss": "liger_losses.modules",
@@ -79,7 +102,9 @@ _HOMES: dict[str, str | None] = {
     "LigerKLDIVLoss": "liger_losses.modules",
     "LigerTVDLoss": "liger_losses.modules",
     "functional": None,
+    "fused_linear_distillation": "liger_losses.chunked",
     "fused_linear_loss": "liger_losses.chunked",
+    "linear_divergence": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",
     "linear_topk_logprobs": "liger_losses.modules",
     "logit_statistics": "liger_losses.chunked",

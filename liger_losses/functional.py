@@ -17,10 +17,14 @@ from .modules import (
     LigerFusedLinearAlphaPOLoss,
     LigerFusedLinearBCELoss,
     LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
@@ -146,6 +150,37 @@ liger_fused_linear_bco = _function(
     LigerFusedLinearBCOLoss,
     "liger_fused_linear_bco",
     "_input weight target preference_labels bias ref_input ref_weight ref_bias",
+)
+
+_TWO_HEADS = "student_input student_weight teacher_input teacher_weight "
+_SOFT_AND_HARD = (
+    _TWO_HEADS
+    + "true_labels student_bias teacher_bias weight_hard_loss weight_soft_loss beta ignore_index temperature "
+    "compiled chunk_size return_soft_hard_loss"
+)
+
+# liger-kernel has two functions of the name liger_fused_linear_jsd: its `chunked_loss` one is the first of these, its
+# `transformers` one the third.
+liger_fused_linear_jsd_loss = _function(
+    LigerFusedLinearJSDLoss, "liger_fused_linear_jsd_loss", _SOFT_AND_HARD, weight=""
+)
+
+liger_fused_linear_cosine = _function(
+    LigerFusedLinearCosineSimilarityLoss, "liger_fused_linear_cosine", _SOFT_AND_HARD, weight=""
+)
+
+liger_fused_linear_jsd = _function(
+    LigerFusedLinearJSD,
+    "liger_fused_linear_jsd",
+    _TWO_HEADS + "shift_labels jsd_beta ignore_index temperature accum_dtype",
+    weight="",
+)
+
+liger_fused_linear_kl_div = _function(
+    LigerFusedLinearKLDivLoss,
+    "liger_fused_linear_kl_div",
+    "student_input student_weight target shift_labels reduction ignore_index temperature eps accum_dtype",
+    weight="",
 )
 
 

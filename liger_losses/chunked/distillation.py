@@ -194,7 +194,7 @@ class DistillationLoss:
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction: got {self.reduction!r}, expected one of ('mean', 'sum')")
-        check_statistics("report", self.report, DISTILLATION)
+        check_statistics("report", ("distillation", *self.report), DISTILLATION)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -261,6 +261,7 @@ def fused_linear_distillation(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    max_units: int | None = None,
     token_statistics: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Distillation of a teacher into a student over their two heads, averaged over the scored tokens.
@@ -278,7 +279,7 @@ def fused_linear_distillation(
         num_items_in_batch: divides instead of the scored tokens: an int, or a tensor that need not be read.
         reduction: `"mean"` or `"sum"`.
         report: means to hand back, out of `divergence`, `logprob` (as `nll`), `entropy`, `teacher_entropy`.
-        memory_budget, logits_dtype, strategy: as in `fused_linear_loss`.
+        memory_budget, logits_dtype, strategy, max_units: as in `fused_linear_loss`; a unit is a token.
         token_statistics: per-token numbers to hand back among the metrics, names as in `linear_divergence`.
 
     Returns:
@@ -310,7 +311,7 @@ def fused_linear_distillation(
     value, metrics = run_loss(
         loss, student_hidden, student_weight, target, student_bias, inputs,
         given=HeadTensors(teacher=teacher), ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-        temperature=1.0, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=None,
+        temperature=1.0, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=max_units,
         token_statistics=token_statistics,
     )  # fmt: skip
     return value, {name: m.reshape(shape) if name in token_statistics else m for name, m in metrics.items()}

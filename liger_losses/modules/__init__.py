@@ -12,6 +12,12 @@ from .cross_entropy import (
     LigerFusedLinearBCELoss,
     LigerFusedLinearCrossEntropyLoss,
 )
+from .distillation import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+)
 from .divergence import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 from .odds_ratio import LigerFusedLinearORPOLoss
 from .policy import LigerFusedLinearGRPOLoss
@@ -32,9 +38,13 @@ __all__ = [
     "LigerFusedLinearBCELoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",

@@ -31,10 +31,9 @@ METRICS = (
 )
 
 
-class EngineOptions(TypedDict, total=False):
-    """Keyword-only options of every module of this file, of `liger_losses.fused_linear_loss`."""
+class HeadOptions(TypedDict, total=False):
+    """Keyword-only options of `liger_losses.fused_linear_loss`, without the temperature, which may be a loss's own."""
 
-    temperature: float
     softcap: float | None
     logit_scale: float | None
     memory_budget: int | None
@@ -42,8 +41,17 @@ class EngineOptions(TypedDict, total=False):
     strategy: str
 
 
+class EngineOptions(HeadOptions, total=False):
+    """Keyword-only options of every module of this file."""
+
+    temperature: float
+
+
 def with_engine_options(init: Callable[P, None]) -> Callable[P, None]:
-    """`init`, whose `**engine` are `EngineOptions`: its signature shows them one by one, and others are refused."""
+    """`init`, whose `**engine` are `EngineOptions`: its signature shows them one by one, and others are refused.
+
+    Those that `init` itself names are its own.
+    """
     signature = inspect.signature(init)
     engine = [
         inspect.Parameter(
@@ -53,6 +61,7 @@ def with_engine_options(init: Callable[P, None]) -> Callable[P, None]:
             annotation=CallOptions.__annotations__[name],
         )
         for name in EngineOptions.__annotations__
+        if name not in signature.parameters
     ]
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     shown = signature.replace(parameters=[*named, *engine])

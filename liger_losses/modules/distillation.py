@@ -1,0 +1,381 @@
+"""Distillation over two heads under liger-kernel's names: what they compute is `fused_linear_distillation`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
+from ..chunked.teacher import Teacher, check_teacher
+from ..chunked.tokens import check_target
+from ..losses._checks import check_choice, check_flag, check_number
+from .base import CallOptions, check_head_as
+from .reference_free import HeadOptions, with_engine_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Distillation(torch.nn.Module):
+    """A `Divergence`, the engine's options, and one call under the caller's names."""
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        ignore_index: int,
+        *,
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float | None = None,
+        max_units: int | None = None,
+        **engine: Unpack[HeadOptions],
+    ) -> None:
+        super().__init__()
+        self.divergence = divergence
+        self.options = CallOptions(ignore_index=ignore_index, **engine)
+        self.teacher_softcap, self.teacher_logit_scale = teacher_softcap, teacher_logit_scale
+        self.max_units = max_units
+
+    def _call(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor | ScoredTokens | None,
+        bias: Tensor | None,
+        *,
+        labels_name: str,
+        report: tuple[str, ...] = (),
+        reduction: str = "mean",
+        num_items_in_batch: Tensor | int | None = None,
+        token_weights: Tensor | None = None,
+        **teacher: Any,  # tensors, as fused_linear_distillation calls them
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if labels is None:
+            if not isinstance(hidden, Tensor):
+                raise TypeError(f"student_input: got {type(hidden).__name__}, expected a torch.Tensor")
+            # On the host: counting them waits for nothing.
+            labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
+        elif not isinstance(labels, (Tensor, ScoredTokens)):
+            raise TypeError(f"{labels_name}: got {type(labels).__name__}, expected a torch.Tensor")
+        try:
+            if isinstance(labels, Tensor):
+                check_target(labels)
+            check_head_as(("student_input", "student_weight", "student_bias"), hidden, weight, bias, labels.shape)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("target", labels_name)) from None
+        second = Teacher(
+            self.divergence,
+            teacher.get("teacher_hidden"),
+            teacher.get("teacher_weight"),
+            teacher.get("teacher_bias"),
+            teacher.get("teacher_probs"),
+        )
+        names = ("teacher_input", "teacher_weight", "teacher_bias", "target")
+        check_teacher(second, hidden.shape[:-1], hidden.device, names)
+        options = self.options
+        return fused_linear_distillation(
+            hidden,
+            weight,
+            labels,
+            bias,
+            **teacher,
+            divergence=self.divergence,
+            report=report,
+            reduction=reduction,
+            num_items_in_batch=num_items_in_batch,
+            token_weights=token_weights,
+            ignore_index=options.ignore_index,
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            teacher_softcap=self.teacher_softcap,
+            teacher_logit_scale=self.teacher_logit_scale,
+            memory_budget=options.memory_budget,
+            logits_dtype=options.logits_dtype,
+            strategy=options.strategy,
+            max_units=self.max_units,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.divergence}, {self.options}"
+
+
+class _SoftAndHard(_Distillation):
+    """Soft loss and cross entropy, weighted: what liger-kernel's chunked distillation losses share."""
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        ignore_index: int,
+        scale: float,  # what the soft loss is, in divergences
+        *,
+        compiled: bool,
+        chunk_size: int,
+        return_soft_hard_loss: bool,
+        teacher_softcap: float | None,
+        teacher_logit_scale: float | None,
+        **engine: Unpack[HeadOptions],
+    ) -> None:
+        check_flag("compiled", compiled)
+        check_flag("return_soft_hard_loss", return_soft_hard_loss)
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+            raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size: got {chunk_size}, expected >= 1")
+        super().__init__(
+            divergence,
+            ignore_index,
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            max_units=None if chunk_size == 1024 else chunk_size,
+            **engine,
+        )
+        self.return_soft_hard_loss = return_soft_hard_loss
+        self._scale = scale
+
+    def forward(
+        self,
+        student_input: Tensor,  # [N, H] or [R, T, H]
+        student_weight: Tensor,  # [V, H]
+        teacher_input: Tensor,  # [N, H'] or [R, T, H']
+        teacher_weight: Tensor,  # [V', H']
+        true_labels: Tensor | ScoredTokens,  # [N] or [R, T]
+        student_bias: Tensor | None = None,  # [V]
+        teacher_bias: Tensor | None = None,  # [V']
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        token_weights: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The loss, or with `return_soft_hard_loss` `(loss, soft, hard)`, the latter two detached and unweighted."""
+        if true_labels is None:
+            raise TypeError("true_labels: got NoneType, expected a torch.Tensor")
+        loss, metrics = self._call(
+            student_input, student_weight, true_labels, student_bias, labels_name="true_labels",
+            teacher_hidden=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+            report=("divergence", "logprob") if self.return_soft_hard_loss else (),
+            num_items_in_batch=num_items_in_batch, token_weights=token_weights,
+        )  # fmt: skip
+        if not self.return_soft_hard_loss:
+            return loss
+        return loss, self._scale * metrics["divergence"], metrics["nll"]
+
+
+class LigerFusedLinearJSDLoss(_SoftAndHard):
+    """Generalised Jensen-Shannon divergence of a teacher, mixed with the labels' cross entropy, over two heads.
+
+        loss = (weight_soft_loss * sum_t JSD_t + weight_hard_loss * sum_t -log p_t[label]) / max(1, scored tokens)
+
+    **Half of it is a cross entropy by default**, as in liger-kernel; `weight_hard_loss=0.0, weight_soft_loss=1.0` is
+    the divergence alone. The temperature divides both sides' logits of the divergence, is not made up for by its
+    square, and does not concern the cross entropy; it has nothing to do with a temperature of sampling.
+
+    Args:
+        weight_hard_loss, weight_soft_loss: >= 0.
+        beta: weight of the teacher in the mixture, in [0, 1]: `Divergence(kind="jsd")`; 0 is forward KL, 1 reverse KL.
+        ignore_index: labels that are not scored, in either part.
+        temperature: > 0.
+        compiled: accepted and without effect: there is no compile step.
+        chunk_size: other than 1024, the default, which sets no bound: at most so many tokens are in a tile.
+        return_soft_hard_loss: return `(loss, soft, hard)`.
+        vocabulary: `"shared"` or `"padded"`, where the heads' vocabularies differ in size; see `Divergence`.
+        teacher_softcap, teacher_logit_scale: of the teacher's logits. softcap, logit_scale: of the student's.
+        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+
+    Raises:
+        TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
+    """
+
+    @with_engine_options
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+        *,
+        vocabulary: str = "shared",
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float | None = None,
+        **engine: Unpack[HeadOptions],
+    ) -> None:
+        check_number("weight_hard_loss", weight_hard_loss, low=0)
+        check_number("weight_soft_loss", weight_soft_loss, low=0)
+        super().__init__(
+            Divergence(
+                kind="jsd", beta=beta, temperature=temperature, soft_weight=weight_soft_loss,
+                hard_weight=weight_hard_loss, vocabulary=vocabulary,
+            ),
+            ignore_index,
+            1.0,
+            compiled=compiled,
+            chunk_size=chunk_size,
+            return_soft_hard_loss=return_soft_hard_loss,
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            **engine,
+        )  # fmt: skip
+
+
+class LigerFusedLinearCosineSimilarityLoss(_SoftAndHard):
+    """`beta * (1 - cos)` of the two models' logits, mixed with the labels' cross entropy, over two heads.
+
+        loss = (weight_soft_loss * sum_t beta (1 - cos_t) + weight_hard_loss * sum_t -log p_t[label]) / max(1, scored)
+
+    Of the logits themselves, so that the temperature, which scales both, has no effect on the value.
+
+    Args:
+        weight_hard_loss, weight_soft_loss, ignore_index, temperature, compiled, chunk_size, return_soft_hard_loss and
+            the keyword-only options: as in `LigerFusedLinearJSDLoss`.
+        beta: >= 0, a factor.
+
+    Raises:
+        TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
+    """
+
+    @with_engine_options
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+        *,
+        vocabulary: str = "shared",
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float | None = None,
+        **engine: Unpack[HeadOptions],
+    ) -> None:
+        check_number("weight_hard_loss", weight_hard_loss, low=0)
+        check_number("weight_soft_loss", weight_soft_loss, low=0)
+        check_number("beta", beta, low=0)
+        super().__init__(
+            Divergence(
+                kind="cosine", temperature=temperature, soft_weight=weight_soft_loss * beta,
+                hard_weight=weight_hard_loss, vocabulary=vocabulary,
+            ),
+            ignore_index,
+            beta,
+            compiled=compiled,
+            chunk_size=chunk_size,
+            return_soft_hard_loss=return_soft_hard_loss,
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            **engine,
+        )  # fmt: skip
+
+
+def _check_accumulator(dtype: torch.dtype | None) -> None:
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"accum_dtype: got {dtype}, expected None or torch.float32, which is what is done")
+
+
+class LigerFusedLinearJSD(_Distillation):
+    """Generalised Jensen-Shannon divergence of a teacher over two heads, averaged over the scored tokens: nothing else.
+
+    Args:
+        jsd_beta: weight of the teacher in the mixture, in [0, 1]: `Divergence(kind="jsd")`; 0 is forward KL, 1 reverse.
+        ignore_index: labels that are not scored. temperature: > 0, of both sides, without a factor of its square.
+        accum_dtype: accepted as None or torch.float32: gradients are always summed in fp32 (fp64 for fp64).
+        vocabulary, teacher_softcap, teacher_logit_scale and the rest: as in `LigerFusedLinearJSDLoss`.
+
+    Raises:
+        TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
+    """
+
+    @with_engine_options
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+        *,
+        vocabulary: str = "shared",
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float | None = None,
+        **engine: Unpack[HeadOptions],
+    ) -> None:
+        _check_accumulator(accum_dtype)
+        super().__init__(
+            Divergence(kind="jsd", beta=jsd_beta, temperature=temperature, vocabulary=vocabulary),
+            ignore_index,
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            **engine,
+        )
+
+    def forward(
+        self,
+        student_input: Tensor,  # [N, H] or [R, T, H]
+        student_weight: Tensor,  # [V, H]
+        teacher_input: Tensor,  # [N, H'] or [R, T, H']
+        teacher_weight: Tensor,  # [V', H']
+        shift_labels: Tensor | ScoredTokens | None = None,  # [N] or [R, T]; None: every token is scored
+        student_bias: Tensor | None = None,  # [V]
+        teacher_bias: Tensor | None = None,  # [V']
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
+        return self._call(
+            student_input, student_weight, shift_labels, student_bias, labels_name="shift_labels",
+            teacher_hidden=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+            num_items_in_batch=num_items_in_batch, token_weights=token_weights,
+        )[0]  # fmt: skip
+
+
+class LigerFusedLinearKLDivLoss(_Distillation):
+    """`KL(target || softmax(student logits / temperature))` of given probabilities, over the student's head.
+
+    Args:
+        reduction: `"batchmean"`: the sum over the scored tokens, divided by their number; `"mean"`: also by the
+            vocabulary's size; `"sum"`.
+        ignore_index: labels that are not scored. temperature: > 0, of the student alone.
+        eps: accepted, in [0, 1e-6], and without effect: a probability of 0 contributes 0 without it.
+        accum_dtype: accepted as None or torch.float32: gradients are always summed in fp32 (fp64 for fp64).
+        softcap, logit_scale, memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+
+    Raises:
+        TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
+    """
+
+    @with_engine_options
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+        **engine: Unpack[HeadOptions],
+    ) -> None:
+        check_choice("reduction", reduction, ("batchmean", "mean", "sum"))
+        check_number("eps", eps, low=0)
+        if eps > 1e-6:
+            raise ValueError(f"eps: got {eps}, expected 0 <= eps <= 1e-6: it only keeps the logarithm of 0 away")
+        _check_accumulator(accum_dtype)
+        divergence = Divergence(temperature=temperature, teacher_temperature=1.0)
+        super().__init__(divergence, ignore_index, **engine)
+        self.reduction = reduction
+
+    def forward(
+        self,
+        student_input: Tensor,  # [N, H] or [R, T, H]
+        student_weight: Tensor,  # [V, H]
+        target: Tensor,  # [N, V] or [R, T, V] probabilities; each row is taken as normalised to 1
+        shift_labels: Tensor | ScoredTokens | None = None,  # [N] or [R, T]; None: every token is scored
+        student_bias: Tensor | None = None,  # [V]
+    ) -> Tensor:
+        loss = self._call(
+            student_input, student_weight, shift_labels, student_bias, labels_name="shift_labels",
+            teacher_probs=target, reduction="sum" if self.reduction == "sum" else "mean",
+        )[0]  # fmt: skip
+        return loss / student_weight.shape[0] if self.reduction == "mean" else loss
