@@ -23,7 +23,7 @@ from _text import windows
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from liger_losses.chunked import Divergence, fused_linear_distillation
+from liger_losses import Divergence, fused_linear_distillation
 
 
 def main() -> None:
