@@ -61,14 +61,16 @@ def main() -> None:
         f"{args.top_k}, in {folder}"
     )
 
-    def batch() -> dict[str, torch.Tensor]:
-        return stored[torch.randint(len(stored), (args.batch_size,)).tolist()]
+    text_alone = stored.select_columns("ids")
+
+    def batch(of: Dataset) -> dict[str, torch.Tensor]:
+        return of[torch.randint(len(of), (args.batch_size,)).tolist()]
 
     def without_teacher(student: PreTrainedModel) -> torch.Tensor:
-        return next_token_loss(student, batch()["ids"])
+        return next_token_loss(student, batch(text_alone)["ids"])
 
     def from_disk(student: PreTrainedModel) -> torch.Tensor:
-        rows = batch()
+        rows = batch(stored)
         ids = torch.cat([rows["places"], rows["ids"][:, 1:, None]], -1)
         logprobs = linear_topk_logprobs(hidden_states(student, rows["ids"][:, :-1]), head(student), ids)
         soft = topk_divergence(logprobs[..., :-1], rows["logprobs"].float(), tail=args.tail)
