@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test test-slow test-gpu demo bench clean distclean
+.PHONY: help install check format test test-slow test-gpu demo distill bench clean distclean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,10 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 
 demo: $(STAMP) ## Train with DPO on a tiny model, plain and fused
 	$(BIN)/python examples/dpo_trl.py
+
+distill: $(STAMP) ## Distil a wider Llama into a narrower one, from its head and from its top k on disk
+	$(BIN)/python examples/distill.py
+	$(BIN)/python examples/distill_topk.py
 
 bench: $(STAMP) ## Run the benchmarks (needs a GPU)
 	$(BIN)/python -m benchmarks

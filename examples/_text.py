@@ -1,4 +1,4 @@
-"""What both examples train on: real text, a tokenizer made from it, preference pairs constructed from it, a warm model.
+"""What the examples train on: real text, a tokenizer made from it, preference pairs constructed from it, a warm model.
 
 The text is the language reference in the standard library (`pydoc_data.topics`), so nothing is downloaded. The pairs
 are **constructed, not judged by anyone**: `chosen` is how a paragraph really goes on, `rejected` the same words with
@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast, set_seed
 
 from liger_losses import linear_logprobs
 
@@ -67,16 +67,16 @@ def preference_pairs(texts: list[str], seed: int) -> list[dict[str, str]]:
     return pairs
 
 
-def warm_model(
-    tokenizer: PreTrainedTokenizerFast, texts: list[str], *, steps: int, seed: int, device: str, length: int = 128
+def small_llama(
+    tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 128, layers: int = 3, seed: int, device: str
 ) -> LlamaForCausalLM:
-    """A small Llama after `steps` of next-token training on `texts`, by the library's own per-token log-probs."""
+    """An untrained Llama over the tokenizer's vocabulary."""
     set_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -85,14 +85,39 @@ def warm_model(
         bos_token_id=None,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).to(device)
-    stream = torch.tensor(tokenizer(tokenizer.eos_token.join(texts))["input_ids"], device=device)
+    return LlamaForCausalLM(config).to(device)
+
+
+def token_stream(tokenizer: PreTrainedTokenizerBase, texts: list[str], device: str) -> torch.Tensor:
+    """The texts end to end, `[tokens]`."""
+    return torch.tensor(tokenizer(tokenizer.eos_token.join(texts))["input_ids"], device=device)
+
+
+def windows(stream: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """Stretches of the stream from random places, `[rows, length]`."""
+    starts = torch.randint(len(stream) - length, (rows,)).to(stream.device)
+    return stream[starts[:, None] + torch.arange(length, device=stream.device)]
+
+
+def warm_model(
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    *,
+    steps: int,
+    seed: int,
+    device: str,
+    length: int = 128,
+    label: str = "warm-up on the text",
+    **size: int,
+) -> LlamaForCausalLM:
+    """A small Llama after `steps` of next-token training on `texts`, by the library's own per-token log-probs."""
+    model = small_llama(tokenizer, seed=seed, device=device, **size)
+    stream = token_stream(tokenizer, texts, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=max(steps, 1), pct_start=0.1)
-    bar = tqdm(range(steps), desc="warm-up on the text")
+    bar = tqdm(range(steps), desc=label)
     for _ in bar:
-        starts = torch.randint(len(stream) - length, (12,)).to(device)
-        ids = stream[starts[:, None] + torch.arange(length, device=device)]
+        ids = windows(stream, 12, length)
         hidden = model.model(ids[:, :-1]).last_hidden_state
         loss = -linear_logprobs(hidden, model.lm_head.weight, ids[:, 1:]).mean()
         loss.backward()

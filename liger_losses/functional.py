@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .modules import (
     LigerCrossEntropyLoss,
@@ -28,6 +29,9 @@ from .modules import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTPOLoss,
+    LigerJSD,
+    LigerKLDIVLoss,
+    LigerTVDLoss,
 )
 
 
@@ -191,3 +195,41 @@ liger_fused_linear_kl_div = _function(
     "student_input student_weight target shift_labels reduction ignore_index temperature eps accum_dtype",
     weight="",
 )
+
+
+def liger_jsd(
+    input: Tensor,  # [BT, V], log-probabilities of the student
+    target: Tensor,  # [BT, V], of the teacher
+    shift_labels: Tensor | None = None,  # [BT]
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> Tensor:
+    """`LigerJSD` as a function."""
+    return LigerJSD(beta, ignore_index)(input, target, shift_labels)
+
+
+def liger_kl_div(
+    input: Tensor,  # [BT, V], log-probabilities
+    target: Tensor,  # [BT, V], probabilities, or with log_target their logarithms
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
+    """`LigerKLDIVLoss` as a function. `size_average` and `reduce` are torch's, and only True: `reduction` says it."""
+    for name, value in (("size_average", size_average), ("reduce", reduce)):
+        if value is not True:
+            raise ValueError(f"{name}: got {value!r}, expected True; reduction='sum' or 'none' says what it said")
+    return LigerKLDIVLoss(eps, reduction=reduction, log_target=log_target)(input, target)
+
+
+def liger_tvd(
+    input: Tensor,  # [BT, V], probabilities of the student
+    target: Tensor,  # [BT, V], of the teacher
+    shift_labels: Tensor | None = None,  # [BT]
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """`LigerTVDLoss` as a function; its default reduction is liger-kernel's, another than the module's."""
+    return LigerTVDLoss(reduction, ignore_index)(input, target, shift_labels)

@@ -18,6 +18,7 @@ from .distillation import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
 )
+from .divergence import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 from .odds_ratio import LigerFusedLinearORPOLoss
 from .policy import LigerFusedLinearGRPOLoss
 from .preference import LigerFusedLinearDPOLoss
@@ -27,6 +28,7 @@ from .reference_free import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTPOLoss,
 )
+from .topk import linear_topk_logprobs
 from .unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 
 __all__ = [
@@ -47,4 +49,8 @@ __all__ = [
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTPOLoss",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerTVDLoss",
+    "linear_topk_logprobs",
 ]

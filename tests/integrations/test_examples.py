@@ -37,3 +37,24 @@ def test_dpo_custom_loop(tmp_path: Path) -> None:
     seen = _run("dpo_custom_loop.py", tmp_path, "--steps", "4")
     assert "constructed from text" in seen
     assert "reward margin" in seen
+
+
+TINY = ("--student-warm-up", "2", "--steps", "4", "--batch-size", "2", "--length", "48", "--held-out", "1000")
+
+
+@pytest.mark.slow
+def test_distill(tmp_path: Path) -> None:
+    seen = _run("distill.py", tmp_path, *TINY, "--prompt", "16", "--output", "out")
+    for words in ("student, before", "without a teacher", "off policy", "on policy"):
+        assert words in seen
+    assert (tmp_path / "out" / "distill.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+def test_distill_topk(tmp_path: Path, tail: str) -> None:
+    seen = _run("distill_topk.py", tmp_path, *TINY, "--top-k", "8", "--tail", tail, "--output", "out")
+    for words in ("teacher on disk", "student, before", "without a teacher", "top 8 from disk"):
+        assert words in seen
+    assert (tmp_path / "out" / "distill_topk.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "out" / "teacher").glob("*.arrow"))

@@ -1,0 +1,169 @@
+"""Log-probabilities of several tokens a position under a linear head: what a teacher stored as its top k asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..chunked import linear_logprobs
+from ..chunked.deferred import outside_autocast
+from ..chunked.head import Precision, check_head, choose_precision
+from ..chunked.head_tensors import make_transform
+from ..chunked.tokens import check_ignore_index, check_target
+
+# Bytes of gathered rows of the weight at a time, where the caller names no budget.
+_DEFAULT_BUDGET = 64 * 2**20
+
+
+def linear_topk_logprobs(
+    hidden: Tensor,  # [*, H]
+    weight: Tensor,  # [V, H]
+    ids: Tensor,  # [*, k] integer
+    bias: Tensor | None = None,  # [V]
+    *,
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = 1.0,
+    memory_budget: int | None = None,
+    strategy: str = "auto",
+) -> Tensor:
+    """`log softmax(z)[ids]` over the whole vocabulary, `[*, k]`, without the `[*, V]` logits; exact, differentiable.
+
+    `log p_k = z_k - lse`: the engine gives `lse` (1 product forward, 3 backward, 2 with a frozen head), and the `k`
+    logits are products of a token's hidden state with `k` rows of the weight, gathered for some tokens at a time. The
+    rows are gathered again in backward, where the weight's gradient is summed into one fp32 `[V, H]` tensor.
+
+    Args:
+        ids: a slot with `ignore_index` holds nothing; its value is 0, with no gradient. A token without any other slot
+            is not projected at all.
+        temperature, softcap, logit_scale: as in `linear_logprobs`; a tensor of temperatures is `[*]`.
+        memory_budget: bytes of the gathered rows, default 64 MiB, and the budget of `linear_logprobs` for `lse`. The
+            fp32 sum `[V, H]` of a head that is trained comes on top.
+        strategy: of `linear_logprobs`: `"auto"` or `"recompute"`.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError, ValueError: before any work. An id outside `[0, V)` raises on the CPU and is NaN elsewhere.
+
+    Note:
+        The same inputs give the same bits on every device: no sum is made by atomics.
+    """
+    check_ignore_index(ignore_index)
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids: got {type(ids).__name__}, expected a torch.Tensor")
+    check_target(ids)
+    if ids.dim() == 0 or ids.shape[-1] == 0:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [*, k] with k >= 1")
+    check_head(hidden, weight, bias, ids.shape[:-1])
+    ids = ids.to(hidden.device, torch.int64)
+    present = ids != ignore_index
+    valid = (ids >= 0) & (ids < weight.shape[0])
+    if ids.device.type == "cpu" and bool((present & ~valid).any()):
+        wrong = ids[present & ~valid][0].item()
+        raise ValueError(f"ids: got {wrong}, expected {ignore_index} or an id in [0, {weight.shape[0]})")
+    scored = present.any(-1)
+    # Any id of the token will do: `lse` does not depend on the target. Invalid ones make it NaN.
+    first = ids.masked_fill(~present, -1).amax(-1).masked_fill(~scored, ignore_index)
+    head: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    lse = linear_logprobs(
+        hidden, weight, first, bias, ignore_index=ignore_index, statistics=("lse",), memory_budget=memory_budget,
+        strategy=strategy, **head,
+    )["lse"]  # fmt: skip
+    precision = choose_precision(hidden, weight, "float32")
+    slots = ids.shape[-1]
+    budget = _DEFAULT_BUDGET if memory_budget is None else memory_budget
+    # The rows in the weight's dtype and once more in the sum's.
+    row_bytes = slots * weight.shape[1] * (precision.compute.itemsize + precision.statistics.itemsize)
+    flat = ids.masked_fill(~(present & valid), 0).reshape(-1, slots)
+    with outside_autocast(hidden.device):
+        raw = _GatheredLogits.apply(
+            hidden.reshape(-1, hidden.shape[-1]).masked_fill(~scored.reshape(-1, 1), 0),
+            weight, bias, flat, precision, max(1, budget // row_bytes),
+        )  # fmt: skip
+        transform = make_transform(logit_scale, softcap, temperature)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(raw).masked_fill(~scored, 1).reshape(-1)
+            transform = replace(transform, temperature=temperature)
+        logits, _ = transform.apply(raw, None)
+    logprobs = logits.view(ids.shape) - lse.unsqueeze(-1)
+    return logprobs.masked_fill(~valid, torch.nan).masked_fill(~present, 0)
+
+
+class _GatheredLogits(torch.autograd.Function):
+    """`x_i . W[id_ij] + b[id_ij]`, some tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [n, H], finite
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,  # [n, k] in [0, V)
+        precision: Precision,
+        rows: int,  # tokens at a time
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, ids)
+        ctx.precision, ctx.rows = precision, rows
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        out = torch.empty(ids.shape, dtype=precision.statistics, device=hidden.device)
+        for part in _parts(ids, rows):
+            torch.bmm(_gathered(weight, ids[part], precision), _inputs(hidden[part], precision).unsqueeze(-1),
+                      out=out[part].unsqueeze(-1))  # fmt: skip
+        return out if bias is None else out.add_(bias.to(out.dtype)[ids])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weight, ids = ctx.saved_tensors
+        precision: Precision = ctx.precision
+        needs = ctx.needs_input_grad
+        d_hidden = torch.empty_like(hidden) if needs[0] else None
+        wide = {"dtype": precision.statistics, "device": hidden.device}
+        d_weight = torch.zeros(weight.shape, **wide) if needs[1] else None
+        d_bias = torch.zeros(weight.shape[0], 1, **wide) if needs[2] else None
+        for part in _parts(ids, ctx.rows):
+            chosen, factor = ids[part], gradient[part]
+            if d_hidden is not None:
+                d_hidden[part] = torch.bmm(factor.unsqueeze(1), _gathered(weight, chosen, precision)).squeeze(1)
+            if d_weight is not None:
+                rows = factor.unsqueeze(-1) * _inputs(hidden[part], precision).unsqueeze(1)
+                _add_rows(d_weight, chosen.reshape(-1), rows.flatten(0, 1))
+            if d_bias is not None:
+                _add_rows(d_bias, chosen.reshape(-1), factor.reshape(-1, 1))
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.squeeze(-1).to(ctx.bias_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _parts(ids: Tensor, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, ids.shape[0], rows)]
+
+
+def _gathered(weight: Tensor, ids: Tensor, precision: Precision) -> Tensor:
+    """`W[ids]` `[m, k, H]`, rounded to the products' dtype as the engine's are."""
+    return _inputs(weight[ids], precision)
+
+
+def _inputs(values: Tensor, precision: Precision) -> Tensor:
+    return values.to(precision.compute).to(precision.statistics)
+
+
+def _add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """`total[ids] += rows` in an order that does not change from run to run."""
+    if total.is_cuda:
+        # Sorts the ids and sums each one's rows in order; `index_add_` would use atomics here.
+        total.index_put_((ids,), rows, accumulate=True)
+    else:
+        # One row after the other; `index_put_` would use atomics here.
+        total.index_add_(0, ids, rows)

@@ -1,0 +1,183 @@
+"""`linear_topk_logprobs`: several tokens a position, against whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_losses import linear_logprobs, linear_topk_logprobs
+from liger_losses.losses import divergence, topk_divergence
+
+V, H, K = 23, 6, 4
+
+
+def case(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """hidden [2, 7, H], weight, ids [2, 7, K] some of whose slots are empty, bias. Token (0, 2) has no id, and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, offset = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((2, 7, H), (V, H), (V,))
+    )
+    ids = torch.rand(2, 7, V, generator=generator).topk(K).indices
+    ids[:, :, 0] = 3  # a token that every position has: its row of the weight's gradient is a sum
+    ids[:, :, 1:][ids[:, :, 1:] == 3] = -100
+    ids[1, 4, 2:] = -100
+    ids[0, 2] = -100
+    hidden[0, 2] = torch.nan
+    return hidden.requires_grad_(), weight.requires_grad_(), ids, offset.requires_grad_() if bias else None
+
+
+def unfused(hidden, weight, ids, bias, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
+    present = ids != -100
+    z = hidden.masked_fill(~present.any(-1, keepdim=True), 0) @ weight.T
+    z = logit_scale * (z if bias is None else z + bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    return z.log_softmax(-1).gather(-1, ids.clamp(min=0)).masked_fill(~present, 0)
+
+
+OPTIONS = [
+    {},
+    {"temperature": 1.7},
+    {"softcap": 2.0, "logit_scale": 0.4},
+    {"temperature": torch.linspace(0.5, 2.0, 14, dtype=torch.float64).view(2, 7)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "temperature", "softcap", "temperatures"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("together", [None, 3, 1])  # tokens
+def test_is_the_gather_of_whole_logits(options: dict, bias: bool, together: int | None, monkeypatch) -> None:
+    hidden, weight, ids, offset = case(bias=bias)
+    if together is not None:
+        monkeypatch.setattr("liger_losses.modules.topk._DEFAULT_BUDGET", together * K * H * 16)
+    value = linear_topk_logprobs(hidden, weight, ids, offset, **options)
+    expected = unfused(hidden, weight, ids, offset, **options)
+    torch.testing.assert_close(value, expected)
+    upstream = torch.randn(value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [x for x in (hidden, weight, offset) if x is not None]
+    torch.testing.assert_close(*(torch.autograd.grad(v, leaves, upstream) for v in (value, expected)))
+
+
+def test_gradcheck() -> None:
+    hidden, weight, ids, bias = case()
+    assert torch.autograd.gradcheck(
+        lambda *x: linear_topk_logprobs(x[0], x[1], ids[1], x[2], softcap=3.0),
+        (hidden[1].detach().requires_grad_(), weight, bias),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_sums_in_fp32(dtype: torch.dtype) -> None:
+    hidden, weight, ids, bias = case(dtype)
+    value = linear_topk_logprobs(hidden, weight, ids, bias)
+    assert value.dtype == torch.float32
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    expected = unfused(wide[0], wide[1], ids, wide[2])
+    assert (value - expected).abs().max() < 1e-5
+    gradients = torch.autograd.grad(value.square().sum(), (hidden, weight, bias))
+    truths = torch.autograd.grad(expected.square().sum(), wide)
+    eps = torch.finfo(dtype).eps
+    for gradient, truth in zip(gradients, truths, strict=True):
+        assert gradient.dtype == dtype
+        assert (gradient - truth).norm() <= 2 * eps * truth.norm()
+
+
+def test_memory_budget_bounds_the_gathered_rows(monkeypatch) -> None:
+    from liger_losses.modules import topk
+
+    seen = []
+    gathered = topk._gathered
+    monkeypatch.setattr(topk, "_gathered", lambda w, ids, p: seen.append(ids.numel()) or gathered(w, ids, p))
+    hidden, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((400, 64), (V, 64), (V,)))
+    ids = torch.randint(0, V, (400, K))
+    linear_topk_logprobs(hidden, weight.requires_grad_(), ids, bias, memory_budget=2**20)
+    assert len(seen) > 1
+    assert max(seen) * 64 * 16 <= 2**20
+
+
+def test_one_id_is_linear_logprobs() -> None:
+    hidden, weight, ids, bias = case()
+    value = linear_topk_logprobs(hidden, weight, ids[..., :1], bias)
+    torch.testing.assert_close(value[..., 0], linear_logprobs(hidden, weight, ids[..., 0], bias))
+
+
+def test_frozen_head_and_frozen_hidden() -> None:
+    hidden, weight, ids, bias = case()
+    expected = torch.autograd.grad(unfused(hidden, weight, ids, bias).sum(), (hidden, weight))
+    value = linear_topk_logprobs(hidden, weight.detach(), ids, bias.detach())
+    torch.testing.assert_close(torch.autograd.grad(value.sum(), hidden)[0], expected[0])
+    value = linear_topk_logprobs(hidden.detach(), weight, ids, bias.detach())
+    torch.testing.assert_close(torch.autograd.grad(value.sum(), weight)[0], expected[1])
+    with torch.no_grad():
+        assert not linear_topk_logprobs(hidden, weight, ids, bias).requires_grad
+
+
+def test_autocast_and_nothing_written_to() -> None:
+    hidden, weight, ids, bias = case(torch.float32)
+    copies = [x.detach().clone() for x in (hidden, weight, ids, bias)]
+    with torch.autocast("cpu", torch.bfloat16):
+        value = linear_topk_logprobs(hidden, weight, ids, bias)
+    rounded = [x.detach().bfloat16().double() for x in (hidden, weight)]
+    expected = unfused(rounded[0], rounded[1], ids, bias.detach().double())
+    assert (value - expected).abs().max() < 1e-5
+    value.sum().backward()
+    assert [x.grad.dtype for x in (hidden, weight, bias)] == [torch.float32] * 3
+    for tensor, copy in zip((hidden, weight, ids, bias), copies, strict=True):
+        assert torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+
+
+def test_nothing_scored() -> None:
+    hidden, weight, ids, bias = case()
+    value = linear_topk_logprobs(hidden, weight, torch.full_like(ids, -100), bias)
+    assert (value == 0).all()
+    for gradient in torch.autograd.grad(value.sum(), (hidden, weight, bias)):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("tail", ["renormalise", "bucket"])
+def test_distillation_from_a_stored_teacher(tail: str) -> None:
+    """B56 end to end: with all of the vocabulary stored, it is the divergence of whole logits."""
+    hidden, weight, _, bias = case()
+    hidden = hidden.detach().nan_to_num().requires_grad_()
+    log_t = torch.randn(2, 7, V, dtype=torch.float64).log_softmax(-1)
+    stored, ids = log_t.topk(V)
+    value = topk_divergence(linear_topk_logprobs(hidden, weight, ids, bias), stored, tail=tail).mean()
+    expected = divergence(hidden @ weight.T + bias, log_t).mean()
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(v, (hidden, weight, bias)) for v in (value, expected)))
+
+
+@pytest.mark.unpoisoned
+def test_same_bits() -> None:
+    hidden, weight, ids, bias = case(torch.float32)
+    runs = [
+        torch.autograd.grad(linear_topk_logprobs(hidden, weight, ids, bias).sum(), (hidden, weight, bias))
+        for _ in range(3)
+    ]
+    for run in runs[1:]:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(run, runs[0], strict=True))
+
+
+HIDDEN, WEIGHT, IDS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ids": None}, TypeError, "ids: got NoneType, expected a torch.Tensor"),
+        ({"ids": IDS[:, :0]}, ValueError, r"ids: got shape \(3, 0\), expected \[\*, k\] with k >= 1"),
+        ({"ids": IDS.float()}, TypeError, "dtype torch.float32"),
+        ({"ids": IDS[:2]}, ValueError, r"got shape \(2,\), expected \(3,\)"),
+        ({"ids": IDS + 5}, ValueError, r"ids: got 5, expected -100 or an id in \[0, 5\)"),
+        ({"ids": IDS - 1}, ValueError, r"ids: got -1, expected -100 or an id in \[0, 5\)"),
+        ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number > 0"),
+        ({"temperature": torch.ones(2)}, ValueError, r"temperature: got shape \(2,\), expected \(3,\)"),
+        ({"strategy": "cached"}, ValueError, "strategy"),
+        ({"memory_budget": -1}, ValueError, "memory_budget: got -1"),
+    ],
+)
+def test_refusals(arguments: dict, error: type[Exception], message: str) -> None:
+    call = {"hidden": HIDDEN.clone().requires_grad_(), "weight": WEIGHT, "ids": IDS, **arguments}
+    with pytest.raises(error, match=message):
+        linear_topk_logprobs(**call)
