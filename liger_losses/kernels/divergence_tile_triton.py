@@ -1,13 +1,14 @@
 """Triton form of `divergence_tile`: one program owns one row of both tiles, and what is written for it.
 
 A row of two fp32 tiles is 8 bytes an element each time it is visited, so visits are what costs. The first one reads the
-log-sum-exps. The second sums the divergence and, where `S` is known by then (forward and reverse KL, Jeffreys, cosine,
-squared error), writes the gradient; the others need a third. Every visit begins where the one before it ended: of a
+log-sum-exps. The second writes the gradient where `S` is known by then (forward and reverse KL, Jeffreys, cosine,
+squared error); the others sum `S`, and need a third. Every visit begins where the one before it ended: of a
 row's last blocks some are still in the second-level cache.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, MSE, entry, finite_logits, terms
+from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, LN2, LOG2E, MSE, entry
 from .divergence_tile import Columns, DivergenceState, TeacherTile
+from .divergence_visits_triton import both_sides, row_sums, visit
 from .tile_statistics_triton import (
     aligned,
     finite,
@@ -27,127 +29,11 @@ from .tile_statistics_triton import (
 )
 from .transform import LogitTransform
 
+_OF_LOGITS = ("cosine", "mse")
 _BLOCK = 2048
 _WARPS = 16
 _GRADIENT_BLOCK = 4096
 _HEADROOM = tl.constexpr(40.0)  # see tile_statistics_triton
-
-
-@triton.jit
-def _both_sides(
-    s_row, s_bias_ptr, t_row, t_bias_ptr, offsets, readable_s, readable_t, n_columns, n_student, n_teacher,
-    scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
-    PROBABILITIES: tl.constexpr,
-):  # fmt: skip
-    # The student's logits, their slope, and the tempered logits of both sides.
-    z, slope = logits_and_slope(
-        s_row, s_bias_ptr, offsets, readable_s, n_columns, scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP
-    )
-    s = tl.where(offsets < n_student, z * inv_d, -float("inf"))
-    if PROBABILITIES:
-        raw = tl.load(t_row + offsets, mask=offsets < n_teacher, other=0.0).to(tl.float32)
-        t = tl.where(offsets < n_teacher, tl.log(raw) * t_inv, -float("inf"))
-    else:
-        t, _slope = logits_and_slope(
-            t_row, t_bias_ptr, offsets, readable_t, n_teacher, t_scale, t_softcap, t_inv, T_HAS_BIAS, T_HAS_SOFTCAP
-        )
-    return z, slope, s, t
-
-
-@triton.jit
-def _visit(
-    s_row, s_bias_ptr, t_row, t_bias_ptr, out_row, local, lse_s, lse_t, lse_h, total, parameter, weight, hard_weight,
-    readable_s, readable_t, n_columns, n_student, n_teacher, n_all,
-    scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, VALUE: tl.constexpr,
-    EMIT: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # The sums of d and g over the row, and the gradient, as asked.
-    value = tl.zeros((BLOCK,), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    blocks = tl.cdiv(n_all, BLOCK)
-    for i in range(0, blocks):
-        start = i * BLOCK
-        if BACKWARDS:
-            start = (blocks - 1 - i) * BLOCK
-        offsets = start + tl.arange(0, BLOCK)
-        z, slope, s, t = _both_sides(
-            s_row, s_bias_ptr, t_row, t_bias_ptr, offsets, readable_s, readable_t, n_columns, n_student, n_teacher,
-            scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES,
-        )  # fmt: skip
-        if VALUE:
-            if (FORM == COSINE) or (FORM == MSE):  # noqa: SIM109
-                a, b = finite_logits(s, t)
-                if FORM == COSINE:
-                    value += (a / lse_s - b / lse_t) * (a / lse_s - b / lse_t) * 0.5
-                else:
-                    value += (a - b) * (a - b) * total
-            else:
-                _p, d, g = terms(s - lse_s, t - lse_t, parameter, FORM)
-                value += d
-                sums += g
-        if EMIT:
-            gradient = entry(
-                z, slope, s, t, offsets == local, lse_s, lse_t, lse_h, total, parameter, weight, hard_weight,
-                FORM, SOFT, HARD,
-            )  # fmt: skip
-            tl.store(out_row + offsets, gradient.to(out_row.dtype.element_ty), mask=offsets < readable_s)
-    return tl.sum(value, 0), tl.sum(sums, 0)
-
-
-@triton.jit
-def _row_sums(
-    s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student, n_teacher,
-    n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, SEPARATE_HARD: tl.constexpr, CROSS: tl.constexpr, ENTROPY: tl.constexpr,
-    COSINE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # Sums per lane, relative to the references.
-    high_s = tl.full((BLOCK,), -float("inf"), tl.float32)
-    high_t = tl.full((BLOCK,), -float("inf"), tl.float32)
-    high_h = tl.full((BLOCK,), -float("inf"), tl.float32)
-    sum_s = tl.zeros((BLOCK,), tl.float32)
-    sum_t = tl.zeros((BLOCK,), tl.float32)
-    sum_h = tl.zeros((BLOCK,), tl.float32)
-    first = tl.zeros((BLOCK,), tl.float32)  # E_s of (z_s - z_t), or |z_s|^2; and so on
-    second = tl.zeros((BLOCK,), tl.float32)
-    third = tl.zeros((BLOCK,), tl.float32)
-    entropy_s = tl.zeros((BLOCK,), tl.float32)
-    entropy_t = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n_all, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        z, _slope, s, t = _both_sides(
-            s_row, s_bias_ptr, t_row, t_bias_ptr, offsets, readable_s, readable_t, n_columns, n_student, n_teacher,
-            scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES,
-        )  # fmt: skip
-        e_s = tl.exp(s - ref_s)
-        e_t = tl.exp(t - ref_t)
-        sum_s += e_s
-        sum_t += e_t
-        high_s = tl.maximum(high_s, s)
-        high_t = tl.maximum(high_t, t)
-        if SEPARATE_HARD:
-            sum_h += tl.exp(z - ref_h)
-            high_h = tl.maximum(high_h, z)
-        if CROSS:
-            first += tl.where(e_s > 0.0, e_s * (tl.where(e_s > 0.0, s, 0.0) - t), 0.0)
-        if COSINE:
-            a, b = finite_logits(s, t)
-            first += a * a
-            second += b * b
-            third += a * b
-        if ENTROPY:
-            entropy_s += tl.where(e_s > 0.0, e_s * (s - ref_s), 0.0)
-            entropy_t += tl.where(e_t > 0.0, e_t * (t - ref_t), 0.0)
-    return (
-        tl.max(high_s, 0), tl.max(high_t, 0), tl.max(high_h, 0), tl.sum(sum_s, 0), tl.sum(sum_t, 0), tl.sum(sum_h, 0),
-        tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0), tl.sum(entropy_s, 0), tl.sum(entropy_t, 0),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -169,7 +55,7 @@ def _divergence_kernel(
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr, PROBABILITIES: tl.constexpr,
     FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, LABEL: tl.constexpr, SEPARATE_HARD: tl.constexpr,
-    ENTROPY: tl.constexpr, CROSS: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, CROSS: tl.constexpr, OF_LOGITS: tl.constexpr, EMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # torch.compile hands Python floats over as fp64 on some versions; the arithmetic is fp32.
     scale = tl.cast(scale, tl.float32)
@@ -191,21 +77,24 @@ def _divergence_kernel(
     readable_s = readable_columns(n_columns, ALIGNED)
     readable_t = readable_columns(n_teacher, T_ALIGNED)
     n_all = tl.maximum(tl.maximum(n_student, n_teacher), n_columns)
+    n_full = tl.minimum(tl.minimum(n_student, n_teacher), n_columns) // BLOCK * BLOCK
     local = tl.minimum(tl.maximum(tl.load(target_ptr + row), -1), n_columns).to(tl.int32)
 
-    z, _slope, s, t = _both_sides(
+    # The logits that are compared come in base 2, unless it is they themselves that a divergence is of.
+    BASE: tl.constexpr = LOG2E if OF_LOGITS else 1.0
+    z, _slope, s, t = both_sides(
         s_row, s_bias_ptr, t_row, t_bias_ptr, tl.arange(0, BLOCK), readable_s, readable_t, n_columns, n_student,
         n_teacher, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES,
+        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, True,
     )  # fmt: skip
-    ref_s = finite(tl.max(s, 0))
-    ref_t = finite(tl.max(t, 0))
+    ref_s = finite(tl.max(s * BASE, 0))
+    ref_t = finite(tl.max(t * BASE, 0))
     ref_h = finite(tl.max(z, 0))
-    high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = _row_sums(
+    high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = row_sums(
         s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
-        n_teacher, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+        n_teacher, n_full, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
         HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, ENTROPY,
-        FORM == COSINE, BLOCK,
+        FORM == COSINE, BASE, BLOCK,
     )  # fmt: skip
     again = _outside(high_s, ref_s) | _outside(high_t, ref_t)
     if SEPARATE_HARD:
@@ -214,20 +103,21 @@ def _divergence_kernel(
         ref_s = finite(high_s)
         ref_t = finite(high_t)
         ref_h = finite(high_h)
-        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = _row_sums(
+        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = row_sums(
             s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
-            n_teacher, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+            n_teacher, n_full, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
             HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, ENTROPY,
-            FORM == COSINE, BLOCK,
+            FORM == COSINE, BASE, BLOCK,
         )  # fmt: skip
-    lse_s = ref_s + tl.log(sum_s)
-    lse_t = ref_t + tl.log(sum_t)
-    lse_h = lse_s
+    # In base 2, as what they are subtracted from.
+    lse_s = ref_s + tl.log2(sum_s)
+    lse_t = ref_t + tl.log2(sum_t)
+    lse_h = lse_s * LN2
     if SEPARATE_HARD:
         lse_h = ref_h + tl.log(sum_h)
     if ENTROPY:
-        tl.store(entropy_ptr + row, tl.log(sum_s) - entropy_s / sum_s)
-        tl.store(t_entropy_ptr + row, tl.log(sum_t) - entropy_t / sum_t)
+        tl.store(entropy_ptr + row, (tl.log2(sum_s) - entropy_s / sum_s) * LN2)
+        tl.store(t_entropy_ptr + row, (tl.log2(sum_t) - entropy_t / sum_t) * LN2)
     if LABEL:
         tl.store(lse_h_ptr + row, lse_h)
         one = tl.minimum(tl.maximum(local, 0), n_columns - 1) + tl.arange(0, 1)
@@ -239,7 +129,7 @@ def _divergence_kernel(
 
     total = -1.0
     if CROSS:
-        total = first / sum_s - (lse_s - lse_t)
+        total = (first / sum_s - (lse_s - lse_t)) * LN2
         if FORM == JEFFREYS:
             total -= 1.0
     if FORM == COSINE:
@@ -248,29 +138,31 @@ def _divergence_kernel(
         total = third / lse_s / lse_t
     if FORM == MSE:
         total = 1.0 / tl.maximum(n_student, n_teacher).to(tl.float32)
-    tl.store(lse_s_ptr + row, lse_s)
-    tl.store(lse_t_ptr + row, lse_t)
+    tl.store(lse_s_ptr + row, lse_s if OF_LOGITS else lse_s * LN2)
+    tl.store(lse_t_ptr + row, lse_t if OF_LOGITS else lse_t * LN2)
 
     EARLY: tl.constexpr = FORM <= MSE
-    value, sums = _visit(
+    # Where S needs a visit of its own, the value is left to the one that writes: it has arithmetic to spare.
+    LATER: tl.constexpr = EMIT and not EARLY
+    value, sums = visit(
         s_row, s_bias_ptr, t_row, t_bias_ptr, out_row, local, lse_s, lse_t, lse_h, total, parameter, weight,
-        hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_all,
+        hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_full, n_all,
         scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, True, EMIT and EARLY, True,
-        BLOCK,
+        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, not LATER, not EARLY,
+        EMIT and EARLY, True, BLOCK,
     )  # fmt: skip
     if not EARLY:
         total = sums
-    tl.store(value_ptr + row, value)
-    tl.store(total_ptr + row, total)
-    if EMIT and not EARLY:
-        _visit(
+    if LATER:
+        value, _sums = visit(
             s_row, s_bias_ptr, t_row, t_bias_ptr, out_row, local, lse_s, lse_t, lse_h, total, parameter, weight,
-            hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_columns,
+            hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_full, n_all,
             scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, False, True, False,
+            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, True, False, True, False,
             BLOCK,
         )  # fmt: skip
+    tl.store(value_ptr + row, value)
+    tl.store(total_ptr + row, total)
 
 
 @triton.jit(
@@ -288,7 +180,7 @@ def _gradient_kernel(
     scale, softcap, inv_t, inv_t_ptr, inv_d, t_scale, t_softcap, t_inv, parameter, weight, hard_weight,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr, PROBABILITIES: tl.constexpr,
-    FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, OF_LOGITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
@@ -305,17 +197,22 @@ def _gradient_kernel(
         inv_t = tl.load(inv_t_ptr + row)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     readable = readable_columns(n_columns, ALIGNED)
-    z, slope, s, t = _both_sides(
+    z, slope, s, t = both_sides(
         row_start(s_ptr, row, s_stride, ALIGNED), s_bias_ptr, row_start(t_ptr, row, t_stride, T_ALIGNED), t_bias_ptr,
         offsets, readable, readable_columns(n_teacher, T_ALIGNED), n_columns, n_student, n_teacher,
         scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES,
+        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, True,
     )  # fmt: skip
     local = tl.minimum(tl.maximum(tl.load(target_ptr + row) - first_column, -1), n_columns).to(tl.int32)
     factor = tl.load(factor_ptr + row)
+    lse_s = tl.load(lse_s_ptr + row)
+    lse_t = tl.load(lse_t_ptr + row)
+    if not OF_LOGITS:
+        lse_s *= LOG2E
+        lse_t *= LOG2E
     gradient = entry(
-        z, slope, s, t, offsets == local, tl.load(lse_s_ptr + row), tl.load(lse_t_ptr + row), tl.load(lse_h_ptr + row),
-        tl.load(total_ptr + row), parameter, weight, hard_weight, FORM, SOFT, HARD,
+        z, slope, s, t, offsets == local, lse_s, lse_t, tl.load(lse_h_ptr + row), tl.load(total_ptr + row), parameter,
+        weight, hard_weight, FORM, SOFT, HARD,
     )  # fmt: skip
     gradient = tl.where(factor != 0.0, gradient * factor, 0.0)
     out_row = row_start(out_ptr, row, out_stride, ALIGNED)
@@ -337,6 +234,7 @@ def _arguments(
     one = teacher.transform.inverse_temperature
     assert not isinstance(one, Tensor)
     inv_t, inv_t_ptr = temperature_arguments(transform, state.total)
+    base = 1.0 if options.form in _OF_LOGITS else math.log2(math.e)
     return {
         "s_ptr": tile,
         "s_stride": tile.stride(0),
@@ -357,10 +255,10 @@ def _arguments(
         "softcap": transform.softcap or 1.0,
         "inv_t": inv_t,
         "inv_t_ptr": inv_t_ptr,
-        "inv_d": inverse_student,
+        "inv_d": inverse_student * base,
         "t_scale": teacher.transform.scale,
         "t_softcap": teacher.transform.softcap or 1.0,
-        "t_inv": one * inverse_teacher,
+        "t_inv": one * inverse_teacher * base,
         "parameter": options.parameter,
         "weight": options.weight * inverse_student,
         "hard_weight": options.hard_weight,
@@ -375,6 +273,7 @@ def _arguments(
         "FORM": FORMS.index(options.form),
         "SOFT": options.weight > 0,
         "HARD": options.hard_weight > 0,
+        "OF_LOGITS": options.form in _OF_LOGITS,
         "num_warps": _WARPS,
     }
 
