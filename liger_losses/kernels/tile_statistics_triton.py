@@ -255,7 +255,8 @@ def _fold_kernel(
 def aligned(*tensors: Tensor) -> bool:
     """Whether rows begin on 8-element boundaries (16 bytes, 32 for fp32) and leave room up to the next one."""
     return all(
-        t.stride(0) % 8 == 0 and t.data_ptr() % (8 * t.element_size()) == 0 and t.stride(0) >= -(-t.shape[1] // 8) * 8 for t in tensors
+        t.stride(0) % 8 == 0 and t.data_ptr() % (8 * t.element_size()) == 0 and t.stride(0) >= -(-t.shape[1] // 8) * 8
+        for t in tensors
     )
 
 
