@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--impl", action="append", help="only implementations whose name contains this; repeatable")
     run.add_argument("--repeats", type=int, default=measure.REPEATS)
     run.add_argument("--reference", choices=("float64", "float32"), default="float64", help="dtype of the true result")
+    run.add_argument("--label", default="", help="keep and report this run apart from those of other labels")
     run.add_argument("--list", action="store_true", help="name cases and implementations, and stop")
     trace = commands.add_parser("profile", parents=[shared], help="profile one step and look for synchronisation")
     trace.add_argument("--case", default="dpo-4x2048/llama3-8b", choices=list(CASES), metavar="CASE")
@@ -68,12 +69,12 @@ def _run(options: argparse.Namespace, record: dict[str, Any]) -> int:
     if device.type == "cpu" and any(case.suite != "harness" for case in cases):
         return _refuse("these shapes need a GPU; on a CPU, check the harness itself with --case tiny")
     record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
-    record["cases"] = []
+    record["label"], record["cases"] = options.label, []
     for case in cases:
         started = time.perf_counter()
         report = measure.run_case(case, chosen, device, options.repeats, getattr(torch, options.reference))
         record["cases"].append(report)
-        path = results.save(record, options.out)  # after every case: a run cut short keeps what it measured
+        path = results.save(record, options.out, kind=f"-{options.label}" * bool(options.label))  # after every case: a run cut short keeps what it measured
         print(f"{results.summary(report)}\n({time.perf_counter() - started:.0f} s)", flush=True)
     failures = [failure for report in record["cases"] for failure in measure.failed(report)]
     print(

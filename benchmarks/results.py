@@ -63,11 +63,11 @@ def save(record: dict[str, Any], folder: Path, kind: str = "") -> Path:
 
 
 def newest(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest record of each device and kind of benchmark (profiles are not benchmarks), losses before layers."""
+    """The newest record of each device, kind of benchmark and label, losses before layers. Profiles are none."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     records.sort(key=lambda record: record["environment"]["date"])
     found = {
-        (record["environment"]["device"], kind): record
+        (record["environment"]["device"], kind, record.get("label", "")): record
         for kind in ("cases", "layers")
         for record in records
         if kind in record
