@@ -74,7 +74,8 @@ def _run(options: argparse.Namespace, record: dict[str, Any]) -> int:
         started = time.perf_counter()
         report = measure.run_case(case, chosen, device, options.repeats, getattr(torch, options.reference))
         record["cases"].append(report)
-        path = results.save(record, options.out, kind=f"-{options.label}" * bool(options.label))  # after every case: a run cut short keeps what it measured
+        # After every case: a run cut short keeps what it measured.
+        path = results.save(record, options.out, kind=f"-{options.label}" * bool(options.label))
         print(f"{results.summary(report)}\n({time.perf_counter() - started:.0f} s)", flush=True)
     failures = [failure for report in record["cases"] for failure in measure.failed(report)]
     print(
