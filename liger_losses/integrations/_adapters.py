@@ -10,6 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """The whole of a sharded parameter, gathered once for all tiles.
+
+    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
+    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def check(layer: Any, model: str) -> None:
@@ -77,16 +89,17 @@ def widen(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tu
     """
     columns, rows = [hidden], [weight]
     for name in _active(layer):
-        down, up, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
-        narrow = scaling * down(layer.lora_dropout[name](hidden.to(down.weight.dtype)))
-        tall = up.weight
+        down, up, scaling = gathered(layer.lora_A[name].weight), layer.lora_B[name], layer.scaling[name]
+        narrow = scaling * torch.nn.functional.linear(layer.lora_dropout[name](hidden.to(down.dtype)), down)
+        tall = gathered(up.weight)
         if name in layer.lora_variant:
-            scale = _dora_scale(layer.lora_magnitude_vector[name].weight, weight, down.weight, tall, scaling)[:, None]
+            magnitude = gathered(layer.lora_magnitude_vector[name].weight)
+            scale = _dora_scale(magnitude, weight, down, tall, scaling)[:, None]
             rows[0], tall = (scale * weight).to(weight.dtype), scale * tall
         columns.append(narrow.to(hidden.dtype))
         rows.append(tall.to(weight.dtype))
         if up.bias is not None:
-            bias = scaling * up.bias.to(weight.dtype) + (0.0 if bias is None else bias)
+            bias = scaling * gathered(up.bias).to(weight.dtype) + (0.0 if bias is None else bias)
     return torch.cat(columns, dim=-1), torch.cat(rows, dim=1), bias
 
 

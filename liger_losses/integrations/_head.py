@@ -9,10 +9,11 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_losses.integrations import _adapters
+from liger_losses.integrations._adapters import gathered
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -76,20 +77,9 @@ class OutputHead:
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(x, W, b)` whose `x W^T + b` is what the head makes of `hidden`: with LoRA, wider by the adapters' ranks."""
-        weight, bias = gathered(self.linear.weight), self.linear.bias
-        bias = None if bias is None else gathered(bias)
+        weight = gathered(self.linear.weight)
+        bias = None if self.linear.bias is None else gathered(self.linear.bias)
         return (hidden, weight, bias) if self.adapter is None else _adapters.widen(self.adapter, hidden, weight, bias)
-
-
-def gathered(parameter: Tensor) -> Tensor:
-    """The whole of a sharded parameter, gathered once for all tiles.
-
-    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
-    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def output_head(model: Any) -> OutputHead:

@@ -132,15 +132,23 @@ def _a2po_labels(trainer: Any, arguments: dict[str, Any]) -> Labels:
     return labels
 
 
-def _encoder_decoder(trainer: Any) -> str | None:
-    return "its model is an encoder-decoder; expected a causal language model" if trainer.is_encoder_decoder else None
+def _reads_logits_refused(trainer: Any) -> str | None:
+    if getattr(trainer, "is_encoder_decoder", False):
+        return "its model is an encoder-decoder; expected a causal language model"
+    for name, config in (getattr(trainer.model, "peft_config", None) or {}).items():
+        if config.is_prompt_learning and config.peft_type != "PREFIX_TUNING":
+            return (
+                f"adapter {name!r} puts virtual tokens before the input ({config.peft_type.value}), and this trainer "
+                "reads logits and labels position by position; expected an adapter that leaves the length as it is"
+            )
+    return None
 
 
 _PAIRS: dict[str, Any] = {
     "outputs": _of("log_probs", "mean_logits"),
     "head": lambda trainer: {"mean_logits_everywhere": True},
     "readers": ("get_batch_logps",),
-    "refused": _encoder_decoder,
+    "refused": _reads_logits_refused,
     "not_replaced": lambda trainer: (),
 }
 _POLICY = Recipe(_of("log_probs", "entropy"), _policy_gradient, head=_policy_head, not_replaced=lambda trainer: ())
@@ -151,8 +159,9 @@ RECIPES: dict[str, Recipe] = {
     "DPOTrainer": Recipe(_dpo_outputs, scoring_passes=lambda trainer: int(not trainer.precompute_ref_logps)),
     "KTOTrainer": Recipe(
         _of("log_probs", "entropy", "mean_logits"),
-        scoring_passes=lambda trainer: (1 + trainer.calculate_KL) * (not trainer.precompute_ref_logps)
-        + trainer.calculate_KL,
+        scoring_passes=lambda trainer: (
+            (1 + trainer.calculate_KL) * (not trainer.precompute_ref_logps) + trainer.calculate_KL
+        ),
     ),
     "GRPOTrainer": _POLICY,
     "GMPOTrainer": _POLICY,
@@ -161,16 +170,22 @@ RECIPES: dict[str, Recipe] = {
     "ORPOTrainer": Recipe(labels={"concatenated_forward": _orpo_labels}, **_PAIRS),
     "CPOTrainer": Recipe(labels={"concatenated_forward": _cpo_labels}, **_PAIRS),
     "TPOTrainer": Recipe(
-        _of("log_probs", "entropy", "mean_logits", "is_top1"), labels={"_compute_loss": _tpo_labels}
+        _of("log_probs", "entropy", "mean_logits", "is_top1"),
+        labels={"_compute_loss": _tpo_labels},
+        refused=_reads_logits_refused,
     ),
     "OnlineDPOTrainer": Recipe(
         _of("log_probs"),
         scoring_passes=lambda trainer: 1,
         labels={"_forward": _online_dpo_labels},
+        refused=_reads_logits_refused,
         not_replaced=lambda trainer: (),
     ),
     "A2POTrainer": Recipe(
-        _of("log_probs"), labels={"_get_sequence_logps": _a2po_labels}, not_replaced=lambda trainer: ()
+        _of("log_probs"),
+        labels={"_get_sequence_logps": _a2po_labels},
+        refused=_reads_logits_refused,
+        not_replaced=lambda trainer: (),
     ),
 }
 

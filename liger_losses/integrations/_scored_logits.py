@@ -1,8 +1,8 @@
 """Logits that were never built, for trainers that read theirs in full.
 
-Some of TRL's trainers call `model(...).logits` and make a loss of log-probabilities of the input tokens. Their code runs
-as it is: the model they call answers with `ScoredLogits`, which holds what the fused head said of each position and
-knows the few things that those trainers do with logits. Anything else raises.
+Some of TRL's trainers call `model(...).logits` and make a loss of log-probabilities of the input tokens. Their code
+runs as it is: the model they call answers with `ScoredLogits`, which holds what the fused head said of each position
+and knows the few things that those trainers do with logits. Anything else raises.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def _selective_log_softmax(own: Callable[..., Tensor], logits: Any, index: Tenso
     return logits._field("log_probs")
 
 
-def _selective_log_softmax_and_entropy(own: Callable[..., Any], logits: Any, index: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _selective_log_softmax_and_entropy(
+    own: Callable[..., Any], logits: Any, index: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     if not isinstance(logits, ScoredLogits):
         return own(logits, index, *args, **kwargs)
     if kwargs.pop("entropy_requires_grad", True):

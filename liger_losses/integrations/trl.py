@@ -202,9 +202,7 @@ def _method_without_logits(
         labels = labels_of(trainer, given.arguments)
         if labels is None:
             return own(*given.args, **given.kwargs)
-        given.arguments["model"] = WithoutLogits(
-            given.arguments["model"], labels, head.vocabulary, scored_means_only
-        )
+        given.arguments["model"] = WithoutLogits(given.arguments["model"], labels, head.vocabulary, scored_means_only)
         return ours(*given.args, **given.kwargs)
 
     return method
