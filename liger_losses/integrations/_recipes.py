@@ -166,7 +166,6 @@ RECIPES: dict[str, Recipe] = {
     "GRPOTrainer": _POLICY,
     "GMPOTrainer": _POLICY,
     "RLOOTrainer": _POLICY,
-    "AsyncGRPOTrainer": _POLICY,
     "ORPOTrainer": Recipe(labels={"concatenated_forward": _orpo_labels}, **_PAIRS),
     "CPOTrainer": Recipe(labels={"concatenated_forward": _cpo_labels}, **_PAIRS),
     "TPOTrainer": Recipe(

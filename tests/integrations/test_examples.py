@@ -37,3 +37,22 @@ def test_dpo_custom_loop(tmp_path: Path) -> None:
     seen = _run("dpo_custom_loop.py", tmp_path, "--steps", "4")
     assert "constructed from text" in seen
     assert "reward margin" in seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("sft_trl.py", (), ("SFTTrainer", "token accuracy", "TRL's own head")),
+        ("sft_trl.py", ("--loss-type", "dft"), ("SFTTrainer",)),
+        ("kto_trl.py", (), ("constructed from text", "KTOTrainer", "reward of wanted")),
+        ("orpo_simpo_trl.py", (), ("constructed from text", "ORPOTrainer", "with full logits of every position")),
+        ("orpo_simpo_trl.py", ("--loss", "simpo"), ("CPOTrainer", "reward margin")),
+        ("grpo_trl.py", ("--entropy-coef", "0.01"), ("GRPOTrainer", "reward")),
+        ("lora_head.py", (), ("LoRA", "those of the model's own loss", "held-out loss")),
+    ],
+)
+def test_trainers(script: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    seen = _run(script, tmp_path, "--steps", "2", "--batch-size", "4", "--held-out", "8", *arguments)
+    for word in words:
+        assert word in seen

@@ -282,6 +282,14 @@ def test_bf16_autocast(name: str, tokenizer: Any, tmp_path: Path) -> None:
     compare(name, tokenizer, tmp_path, _case(4e-2, loose, bf16=True))
 
 
+@pytest.mark.slow
+def test_fp32_head_under_bf16(tokenizer: Any, tmp_path: Path) -> None:
+    # The head sees no autocast; the hidden states that both feed it are the same bf16 ones.
+    case = _case(2e-3, cast_lm_head_to_fp32=True, bf16=True)
+    report, _ = compare("grpo", tokenizer, tmp_path, case)
+    assert "fp32" in str(report)
+
+
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["cpo", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_adapter_on_the_head(name: str, kind: str, tokenizer: Any, tmp_path: Path) -> None:

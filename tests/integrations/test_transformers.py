@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from liger_losses.integrations.transformers import FusedHeadOutput, fuse_head, unfuse_head
+from liger_losses.integrations.transformers import FusedHeadOutput, fuse_head, fuse_model, unfuse_head
 
 from .tiny import FAMILIES, tiny_model
 
@@ -331,3 +331,8 @@ def test_a_vision_language_model_sees_its_pictures() -> None:
         torch.testing.assert_close(gradient, own_gradient, rtol=1e-4, atol=1e-6)
     seen = [model(**batch, pixel_values=pixels).loss for pixels in pictures]
     assert not torch.isclose(*seen)
+    fuse_model(model)
+    for pixels, own_loss in zip(pictures, seen, strict=True):
+        answer = model(**batch, pixel_values=pixels)
+        assert answer.logits is None
+        torch.testing.assert_close(answer.loss, own_loss, rtol=0, atol=1e-5)
