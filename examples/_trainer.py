@@ -107,7 +107,7 @@ def train_fused(trainer: Trainer, device: str, shown: dict[str, str], *, cost: b
     after = trainer.evaluate()
     print(f"\n{'held out':24s}{'before':>10s}{'after':>10s}")
     for name, key in shown.items():
-        print(f"  {name:22s}{before[key]:10.3f}{after[key]:10.3f}")
+        print(f"  {name:22s}{before[key]:10.4f}{after[key]:10.4f}")
     if own is not None and fused is not None:
         way = (
             "torch.cuda.max_memory_allocated" if device == "cuda" else "torch's CPU allocator, by the profiler's record"
