@@ -142,6 +142,7 @@ SLOW: dict[str, Case] = {
     "grpo: checkpointing": _case(**CHECKPOINTING),
     "rloo: several iterations": _case(num_iterations=2),
     "gmpo": _case(beta=0.04, num_iterations=2),
+    "orpo: compiled": _case(torch_compile=True, torch_compile_backend="aot_eager"),
     "orpo: checkpointing, accumulation": _case(gradient_accumulation_steps=2, **CHECKPOINTING),
     "cpo: hinge": _case(loss_type="hinge"),
     "cpo: ipo": _case(loss_type="ipo"),
