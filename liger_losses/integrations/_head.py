@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from liger_losses.integrations import _adapters
+from liger_losses.integrations._adapters import gathered
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -56,14 +62,34 @@ def backbone_of(model: Any) -> Any:
     return backbone
 
 
-def output_head(model: Any) -> nn.Linear:
-    """The head of `model` as the plain linear layer that it has to be.
+@dataclass(frozen=True)
+class OutputHead:
+    """A plain linear layer, and the LoRA layer around it if there is one."""
+
+    linear: nn.Linear
+    adapter: Any = None  # peft.tuners.lora.Linear
+
+    @property
+    def trainable(self) -> bool:
+        """Whether anything that the head's product reads takes a gradient."""
+        layer = self.linear if self.adapter is None else self.adapter
+        return any(parameter.requires_grad for parameter in layer.parameters())
+
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(x, W, b)` whose `x W^T + b` is what the head makes of `hidden`: with LoRA, wider by the adapters' ranks."""
+        weight = gathered(self.linear.weight)
+        bias = None if self.linear.bias is None else gathered(self.linear.bias)
+        return (hidden, weight, bias) if self.adapter is None else _adapters.widen(self.adapter, hidden, weight, bias)
+
+
+def output_head(model: Any) -> OutputHead:
+    """The head of `model` as the linear layer that it has to be, with LoRA or DoRA on it or not.
 
     A head kept whole by PEFT's `modules_to_save` is resolved to the copy that the model's own forward would call.
 
     Raises:
-        ValueError: The head is missing, carries an adapter, is quantised, or keeps its weight elsewhere: its weight
-            alone would not give the model's logits, or would leave the adapter untrained.
+        ValueError: The head is missing, carries an adapter of another kind, is quantised, or keeps its weight
+            elsewhere: its weight alone would not give the model's logits, or would leave the adapter untrained.
     """
     head = model.get_output_embeddings()
     name = type(model).__name__
@@ -74,16 +100,16 @@ def output_head(model: Any) -> nn.Linear:
     while hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         active = [] if head.disable_adapters else head.active_adapters
         head = head.modules_to_save[active[0]] if active else head.original_module
+    adapter = head if hasattr(head, "base_layer") else None
+    if adapter is not None:
+        _adapters.check(adapter, name)
+        head = adapter.base_layer
     kind = type(head)
     if not isinstance(head, nn.Linear):
-        adapter = hasattr(head, "base_layer")
-        advice = (
-            "an adapter on the head would be left out of the loss and never trained; take the head out of the "
-            "adapter's target_modules"
-            if adapter
-            else "only the weight and bias of a torch.nn.Linear are known to give the logits"
+        raise ValueError(
+            f"the head of {name} is a {kind.__module__}.{kind.__qualname__}: only the weight and bias of a "
+            "torch.nn.Linear are known to give the logits."
         )
-        raise ValueError(f"the head of {name} is a {kind.__module__}.{kind.__qualname__}: {advice}.")
     weight = head.weight
     if hasattr(weight, "ds_id"):
         raise ValueError(
@@ -99,7 +125,20 @@ def output_head(model: Any) -> nn.Linear:
             f"the head of {name} is a {kind.__qualname__} with a {type(weight.data).__name__} of {weight.dtype}: a "
             "quantised head is not supported; keep the head in 16 or 32 bits (e.g. llm_int8_skip_modules=['lm_head'])."
         )
-    return head
+    return OutputHead(head, adapter)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; afterwards each module has its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class _StubOutput(BaseModelOutputWithPast):
@@ -111,7 +150,7 @@ class _StubOutput(BaseModelOutputWithPast):
         return None
 
 
-def check_head(model: Any, head: nn.Linear, options: HeadOptions) -> str:
+def check_head(model: Any, head: OutputHead, options: HeadOptions) -> str:
     """Hold `options` against the logits that the model's own forward makes of three random hidden states.
 
     The backbone is replaced by those hidden states for the one call, so the cost is three rows of the head. It catches
@@ -124,16 +163,17 @@ def check_head(model: Any, head: nn.Linear, options: HeadOptions) -> str:
     Raises:
         ValueError: The logits differ.
     """
-    backbone, weight = backbone_of(model), head.weight
+    backbone, linear = backbone_of(model), head.linear
+    weight = linear.weight
     if isinstance(weight, DTensor):
         return "not checked (sharded weight)"
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 3, head.in_features, generator=generator).to(weight.device)
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+    hidden = torch.randn(1, 3, linear.in_features, generator=generator).to(weight.device)
+    with evaluating(model), torch.autocast(weight.device.type, enabled=False):
         # A spread of 10 is far enough into every softcap in use to tell it from none.
         raw = hidden @ weight.float().T
         hidden = (hidden * (10.0 / raw.std().clamp(min=1e-6))).to(weight.dtype)
-        expected = nn.functional.linear(hidden, weight, head.bias).float() * options["logit_scale"]
+        expected = nn.functional.linear(*head.operands(hidden)).float() * options["logit_scale"]
         if (cap := options["softcap"]) is not None:
             expected = cap * torch.tanh(expected / cap)
         shadowed = vars(backbone).get("forward")

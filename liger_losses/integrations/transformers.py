@@ -8,92 +8,37 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from transformers.utils import ModelOutput
 
-from liger_losses.chunked import ScoredTokens, linear_logprobs
 from liger_losses.chunked.planner import check_tiling
-from liger_losses.integrations._head import HeadOptions, backbone_of, check_head, head_options, output_head
+from liger_losses.integrations._head import check_head, head_options, output_head
+from liger_losses.integrations._scoring import DIFFERENTIABLE, STATISTICS, FusedHead, FusedHeadOutput, score
+from liger_losses.integrations._verify import verify_log_probs, verify_loss
 
-IGNORE_INDEX = -100
-# Field of FusedHeadOutput -> statistic of the engine.
-_STATISTICS = {
-    "log_probs": "logprob",
-    "entropy": "entropy",
-    "log_sum_sq_probs": "log_sum_sq_prob",
-    "mean_logits": "mean_logit",
-    "is_top1": "is_top1",
-}
-_DIFFERENTIABLE = ("log_probs", "entropy")
+__all__ = ["FusedHead", "FusedHeadOutput", "FusedLossOutput", "fuse_head", "fuse_model", "unfuse_head"]
+
 _RECORD = "_liger_fused_head"
 
 
 @dataclass
-class FusedHeadOutput(ModelOutput):
-    """Answer of a fused model. Per-token fields are zero where the label is -100, and None where not asked for.
-
-    With T the length of `labels`, per-token fields are `[B, T - 1]`, field `t` scoring `labels[:, t + 1]`; with
-    `shift_labels` they are `[B, T]`.
+class FusedLossOutput(ModelOutput):
+    """Answer to `model(..., labels=labels)` of a model that `fuse_model` has fused: a loss, and no logits.
 
     Attributes:
-        loss: Scalar: negative log-likelihood summed over scored tokens, over `num_items_in_batch` (their count when not
-            given), plus `router_aux_loss_coef * aux_loss` when router logits are asked for.
-        log_probs: Log-probability of each label, fp32.
-        entropy: Entropy of the predicted distribution, in nats.
-        log_sum_sq_probs: `log sum_v p_v^2`, without gradient.
-        mean_logits: Mean over the vocabulary of the logits divided by the temperature, without gradient.
-        is_top1: Whether the label is the most likely token, bool.
-        label_mask: Whether the label is scored, bool.
-        aux_loss: Scalar load-balancing loss of a mixture of experts.
+        loss: Scalar, as the model's own.
+        logits: None.
+        aux_loss: Scalar load-balancing loss of a mixture of experts; it is part of `loss` too, times its coefficient.
     """
 
     loss: Tensor | None = None
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-    mean_logits: Tensor | None = None
-    is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
+    logits: Tensor | None = None
     aux_loss: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class FusedHead:
-    """What `fuse_head` put on a model."""
-
-    model: str
-    vocabulary: int
-    hidden: int
-    bias: bool
-    trainable: bool
-    options: HeadOptions
-    temperature: float
-    outputs: tuple[str, ...]
-    differentiable: tuple[str, ...]
-    memory_budget: int | None
-    logits_dtype: str
-    strategy: str
-    verdict: str  # of check_head
-
-    def __str__(self) -> str:
-        scale, cap = self.options["logit_scale"], self.options["softcap"]
-        kind = "gradient-free" if not self.differentiable else "trainable" if self.trainable else "frozen"
-        facts = [
-            f"{kind} head [{self.vocabulary}, {self.hidden}]",
-            *(["bias"] if self.bias else []),
-            *([f"logit scale {scale:g}"] if scale != 1.0 else []),
-            *([f"softcap {cap:g}"] if cap is not None else []),
-            *([f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []),
-        ]
-        return f"{self.model}: {', '.join(facts)} ({self.verdict}); {', '.join(self.outputs)}"
 
 
 @dataclass(frozen=True)
@@ -107,6 +52,8 @@ class _Record:
     beneath: Callable[..., Any] | None  # instance forward to call when unfused; None: the class's own
     forward: Callable[..., Any] | None  # instance attribute to put back; None: there was none
     original: Callable[..., Any] | None  # accelerate's _original_forward to put back; None: there was none
+    answers_labels: bool = False  # fuse_model: labels alone ask for the fused loss
+    logits_in_eval: bool = False
 
 
 def fuse_head(
@@ -119,6 +66,9 @@ def fuse_head(
     logits_dtype: str = "float32",
     strategy: str = "auto",
     accelerator: Any = None,
+    fp32: bool = False,
+    mean_logits_everywhere: bool = False,
+    verify: bool = True,
 ) -> FusedHead:
     """Let `model(..., labels=labels, fused_lm_head=True)` answer with per-token statistics and never build the logits.
 
@@ -136,24 +86,28 @@ def fuse_head(
         memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
         accelerator: The `accelerate.Accelerator` that has prepared the model already, if one has: its autocast is then
             put around the fused forward as it was around the former one.
+        fp32: Run the head in fp32, outside autocast.
+        mean_logits_everywhere: Give mean_logits where the label is -100 too. Without a softcap it costs one product
+            with the mean of the head; with one, only scored positions have it.
+        verify: Hold the log-probabilities of a few random tokens against those of the model's own logits.
 
     Raises:
-        ValueError: An option is out of range, or the head cannot be fused (adapter, quantised, logits that are not
-            those of a plain head).
+        ValueError: An option is out of range, the head cannot be fused (an adapter other than LoRA and DoRA,
+            quantised, logits that are not those of a plain head), or what it gives is not what the model gives.
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if _RECORD in vars(model):
         raise RuntimeError(f"{type(model).__name__} has a fused head already; call unfuse_head(model) first.")
-    unknown = [name for name in outputs if name not in _STATISTICS]
+    unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
-        raise ValueError(f"outputs has {unknown}; expected names among {list(_STATISTICS)}.")
-    asked = tuple(name for name in _STATISTICS if name in outputs or name == "log_probs")
+        raise ValueError(f"outputs has {unknown}; expected names among {list(STATISTICS)}.")
+    asked = tuple(name for name in STATISTICS if name in outputs or name == "log_probs")
     if differentiable is None:
-        differentiable = tuple(name for name in _DIFFERENTIABLE if name in asked)
-    if wrong := [name for name in differentiable if name not in _DIFFERENTIABLE or name not in asked]:
-        raise ValueError(f"differentiable has {wrong}; expected names of outputs among {list(_DIFFERENTIABLE)}.")
+        differentiable = tuple(name for name in DIFFERENTIABLE if name in asked)
+    if wrong := [name for name in differentiable if name not in DIFFERENTIABLE or name not in asked]:
+        raise ValueError(f"differentiable has {wrong}; expected names of outputs among {list(DIFFERENTIABLE)}.")
     check_tiling(strategy, memory_budget, logits_dtype)
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which a head asked for log-probabilities cannot use; expected "
@@ -166,10 +120,10 @@ def fuse_head(
     linear = output_head(model)
     head = FusedHead(
         model=type(model).__name__,
-        vocabulary=linear.weight.shape[0],
-        hidden=linear.weight.shape[1],
-        bias=linear.bias is not None,
-        trainable=linear.weight.requires_grad,
+        vocabulary=linear.linear.weight.shape[0],
+        hidden=linear.linear.weight.shape[1],
+        bias=linear.linear.bias is not None,
+        trainable=linear.trainable,
         options=options,
         temperature=float(temperature),
         outputs=asked,
@@ -178,11 +132,74 @@ def fuse_head(
         logits_dtype=logits_dtype,
         strategy=strategy,
         verdict=check_head(model, linear, options),
+        adapter=linear.adapter is not None,
+        fp32=fp32,
+        mean_logits_everywhere=mean_logits_everywhere,
     )
     forward, original = vars(model).get("forward"), vars(model).get("_original_forward")
     record = _Record(head, _without_fused_head(original or forward), forward, original)
     vars(model)[_RECORD] = record
     _set_forward(model, types.MethodType(_fused_forward_of(type(model)), model), accelerator)
+    return _verified(model, accelerator, lambda: verify_log_probs(model, temperature)) if verify else head
+
+
+def fuse_model(
+    model: Any,  # transformers.PreTrainedModel, or a PeftModel around one
+    *,
+    logits_in_eval: bool = False,
+    memory_budget: int | None = None,
+    logits_dtype: str = "float32",
+    strategy: str = "auto",
+    accelerator: Any = None,
+    verify: bool = True,
+) -> FusedHead:
+    """Let `model(..., labels=labels)` compute its causal-LM loss without the logits: for `transformers.Trainer`,
+    accelerate loops and any other code that reads `.loss`.
+
+    The loss is the model's own: labels shifted here (or `shift_labels` as they are), `ignore_index`, the mean over
+    scored tokens or their sum over `num_items_in_batch`, plus the load-balancing loss of a mixture of experts. Whatever
+    else the call brings (pictures, positions) goes to the backbone. The answer is a `FusedLossOutput`, whose logits are
+    None. Logits, and the rest of the model's own answer, are had by `model(..., labels=labels, return_logits=True)`,
+    by `logits_in_eval=True`, and by any call without labels. A batch without a scored token has loss 0, where the
+    model's own is NaN. `unfuse_head(model)` undoes it.
+
+    Args:
+        model, accelerator: As in `fuse_head`.
+        logits_in_eval: In evaluation mode run the model's own forward, for code that reads logits there
+            (`compute_metrics`, `preprocess_logits_for_metrics`).
+        memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
+        verify: Hold the loss of a few random tokens against the model's own.
+
+    Raises:
+        ValueError: As `fuse_head`; or the model's loss is not the one for causal language models.
+        RuntimeError: As `fuse_head`.
+
+    Example:
+        >>> fuse_model(model)
+        >>> Trainer(model, args, train_dataset=dataset).train()
+    """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "ForCausalLMLoss")
+    if loss != "ForCausalLMLoss":
+        raise ValueError(f"{type(model).__name__} computes {loss} of its labels; expected ForCausalLMLoss.")
+    head = fuse_head(
+        model, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, accelerator=accelerator,
+        verify=False,
+    )  # fmt: skip
+    vars(model)[_RECORD] = replace(vars(model)[_RECORD], answers_labels=True, logits_in_eval=logits_in_eval)
+    return _verified(model, accelerator, lambda: verify_loss(model)) if verify else head
+
+
+def _verified(model: Any, accelerator: Any, verify: Callable[[], bool]) -> FusedHead:
+    """The model's head with the verdict of `verify` written down; the model unfused where that raises."""
+    try:
+        record: _Record = vars(model)[_RECORD]
+        head = replace(record.head, verified=verify())
+    except Exception:
+        unfuse_head(model, accelerator=accelerator)
+        raise
+    vars(model)[_RECORD] = replace(record, head=head)
     return head
 
 
@@ -247,111 +264,21 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
     @functools.wraps(own_forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         record: _Record = vars(self)[_RECORD]
-        if fused_lm_head:
-            positional = dict(zip(list(inspect.signature(own_forward).parameters)[1:], args, strict=False))
-            return _score(self, record.head, {**positional, **kwargs})
+        if fused_lm_head or record.answers_labels:
+            names = list(inspect.signature(own_forward).parameters)[1:]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if fused_lm_head:
+                return score(self, record.head, given)
+            if "return_logits" in kwargs:
+                asked = kwargs.pop("return_logits")
+                del given["return_logits"]
+            else:
+                asked = record.logits_in_eval and not self.training
+            if not asked and (given.get("labels") is not None or given.get("shift_labels") is not None):
+                answer = score(self, record.head, given)
+                return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss)
         if record.beneath is not None:
             return record.beneath(*args, **kwargs)
         return own_forward(self, *args, **kwargs)
 
     return forward
-
-
-def _score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutput:
-    labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
-    items = inputs.pop("num_items_in_batch", None)
-    if labels is None and shift_labels is None:
-        raise ValueError("fused_lm_head=True needs labels or shift_labels: there are no logits to return without them.")
-    keep = inputs.pop("logits_to_keep", None)
-    if isinstance(keep, Tensor) or keep:
-        raise ValueError("logits_to_keep has no meaning with fused_lm_head=True: mask labels with -100 instead.")
-    for name in ("output_hidden_states", "output_attentions"):
-        if inputs.get(name):
-            raise ValueError(f"{name}=True is not supported with fused_lm_head=True.")
-    if inputs.pop("return_dict", None) is False:
-        raise ValueError("return_dict=False is not supported with fused_lm_head=True.")
-    inputs["use_cache"] = False
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        inputs.setdefault("output_router_logits", True)
-
-    linear = output_head(model)  # per call: FSDP and PEFT replace modules after fusing
-    device = linear.weight.device
-    target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
-    # Counting the scored tokens needs the host: started before the backbone, it is known when the head is reached.
-    scored = ScoredTokens.start(target, IGNORE_INDEX)
-    backbone = backbone_of(model)(**inputs)
-    hidden = backbone.last_hidden_state
-    hidden = (hidden[:, :-1] if shift_labels is None else hidden).to(device)
-    if hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            f"the backbone gave hidden states for {tuple(hidden.shape[:-1])} tokens and the (shifted) labels "
-            f"are {tuple(target.shape)}; expected the same shape."
-        )
-    weight: Tensor = linear.weight
-    bias: Tensor | None = linear.bias
-    weight, bias = _gathered(weight), None if bias is None else _gathered(bias)
-    values = linear_logprobs(
-        hidden,
-        weight,
-        scored,
-        bias,
-        ignore_index=IGNORE_INDEX,
-        temperature=head.temperature,
-        softcap=head.options["softcap"],
-        logit_scale=head.options["logit_scale"],
-        statistics=tuple(_STATISTICS[name] for name in head.outputs),
-        differentiable=tuple(_STATISTICS[name] for name in head.differentiable),
-        memory_budget=head.memory_budget,
-        logits_dtype=head.logits_dtype,
-        strategy=head.strategy,
-    )
-    mask = target != IGNORE_INDEX
-    log_probs = values["logprob"]
-    count = mask.sum().clamp(min=1) if items is None else items
-    loss = -log_probs.sum() / (count.to(device) if isinstance(count, Tensor) else count)
-    aux_loss = None
-    if inputs.get("output_router_logits"):
-        aux_loss = _load_balancing_loss(model, backbone, inputs.get("attention_mask")).to(device)
-        loss = loss + _router_coefficient(model) * aux_loss
-    fields = {name: values[_STATISTICS[name]] for name in head.outputs}
-    return FusedHeadOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
-
-
-def _gathered(parameter: Tensor) -> Tensor:
-    """The whole of a sharded parameter, gathered once for all tiles.
-
-    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
-    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
-
-
-def _load_balancing_loss(model: Any, backbone: Any, attention_mask: Tensor | None) -> Tensor:
-    """The load-balancing loss by the function of the model's own module, as the model's own forward calls it."""
-    name = type(model).__name__
-    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    expected = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-    if function is None or list(inspect.signature(function).parameters) != expected:
-        raise ValueError(
-            f"output_router_logits=True: the load-balancing loss of {name} is not known to the fused head."
-        )
-    router_logits = getattr(backbone, "router_logits", None)
-    if router_logits is None:
-        raise ValueError(f"output_router_logits=True: the backbone of {name} returned no router logits.")
-    text = model.config.get_text_config()
-    experts = [
-        getattr(model, "num_experts", None),
-        *(getattr(text, n, None) for n in ("num_experts", "num_local_experts")),
-    ]
-    top_k = [getattr(model, "num_experts_per_tok", None), getattr(text, "num_experts_per_tok", None)]
-    first = next((n for n in experts if n is not None), None), next((k for k in top_k if k is not None), None)
-    value = function(router_logits, *first, attention_mask)
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
-def _router_coefficient(model: Any) -> float:
-    """Weight of the load-balancing loss in the model's own loss; 0 where neither model nor config declares one."""
-    text = model.config.get_text_config()
-    return float(getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", 0.0)))

@@ -1,11 +1,14 @@
 """TRL trainers that are already built, made fused in one call.
 
-TRL's trainers ask their models for `fused_lm_head=True`. `fuse_trainer` lets the models answer it with this library's
-engine: nothing of the trainer is overridden, so every loss type and option computes what it did.
+Most of TRL's trainers ask their models for `fused_lm_head=True`. `fuse_trainer` lets the models answer it with this
+library's engine. The others read `model(...).logits`: they are handed a stand-in that holds what the engine said of
+each token. Either way the loss is computed by the trainer's own code, so every loss type and option does what it did.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,6 +16,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from liger_losses.integrations._recipes import Recipe, recipe_of
+from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
 from liger_losses.integrations.transformers import FusedHead, fuse_head, unfuse_head
 
 _OLDEST, _BELOW = "1.15", "2"
@@ -20,37 +25,21 @@ _STATE = "_liger_fusion"
 
 
 @dataclass(frozen=True)
-class _Recipe:
-    """What a trainer reads from the answers of its policy, and through which of it gradient flows."""
-
-    outputs: Callable[[Any], tuple[str, ...]]
-    differentiable: tuple[str, ...]
-    reference_outputs: tuple[str, ...] = ("log_probs",)
-
-
-def _dpo_outputs(trainer: Any) -> tuple[str, ...]:
-    weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()
-    return ("log_probs", "entropy", "mean_logits", "is_top1", *weighting)
-
-
-# DPO logs the entropy and never differentiates it.
-_RECIPES = {"DPOTrainer": _Recipe(_dpo_outputs, differentiable=("log_probs",))}
-
-
-@dataclass(frozen=True)
 class FuseReport:
     """What `fuse_trainer` did. `print(report)` is meant for people.
 
     Products count the large matrix products of the head per optimisation step over the scored tokens, in units of
-    `2 * tokens * hidden * vocabulary` operations.
+    `2 * tokens * hidden * vocabulary` operations. Trainers that sample score their samples without a gradient too, when
+    they are made; that is not counted.
 
     Attributes:
         trainer: Class name of the trainer.
         trl: Version of TRL.
+        full_logits_before: Whether TRL builds the logits of every position, scored or not, in this trainer.
         policy: The policy's head.
         reference: The reference model's head; None where there is no separate reference model.
-        reference_pass: Whether each step scores a reference (False with precomputed reference log-probabilities).
-        products_before: Products per step of TRL's own fused head.
+        reference_pass: Whether training steps score tokens without a gradient, by a reference or by the policy.
+        products_before: Products per step of TRL's own head.
         products_after: Products per step now.
         products_past_budget: Products per step when the planner has to recompute to stay in the memory budget.
         not_replaced: Where full logits are still built, and why.
@@ -58,6 +47,7 @@ class FuseReport:
 
     trainer: str
     trl: str
+    full_logits_before: bool
     policy: FusedHead
     reference: FusedHead | None
     reference_pass: bool
@@ -67,29 +57,36 @@ class FuseReport:
     not_replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if self.reference is not None:
-            reference = str(self.reference)
-        else:
-            reference = "the policy with its adapter off" if self.reference_pass else "precomputed log-probabilities"
         after = f"{self.products_after} now"
         if self.products_past_budget != self.products_after:
             after += f" ({self.products_past_budget} where the memory budget asks for recomputing)"
+        before = f"{self.products_before} before"
+        if self.full_logits_before:
+            before += ", with full logits of every position"
         lines = [
             f"{self.trainer} (trl {self.trl}) runs on fused heads",
             f"  policy     {self.policy}",
-            f"  reference  {reference}",
-            f"  head products per step: {self.products_before} before, {after}",
+            *([f"  reference  {self._reference()}"] if self._reference() else []),
+            f"  head products per step: {before}, {after}",
             *(f"  not replaced: {reason}" for reason in self.not_replaced),
         ]
         return "\n".join(lines)
 
+    def _reference(self) -> str | None:
+        if self.reference is not None:
+            return str(self.reference)
+        if not self.reference_pass:
+            return "precomputed log-probabilities" if self.trainer.startswith(("DPO", "KTO")) else None
+        return "the policy with its adapter off"
+
 
 def fuse_trainer(
-    trainer: Any,  # trl.DPOTrainer
+    trainer: Any,  # a trainer of trl or trl.experimental
     *,
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    verify: bool = True,
 ) -> FuseReport:
     """Let the models of a built TRL trainer score labels with `linear_logprobs`; call it before `trainer.train()`.
 
@@ -98,13 +95,16 @@ def fuse_trainer(
     other options it fuses anew.
 
     Args:
-        trainer: A `trl.DPOTrainer` (or subclass).
+        trainer: One of TRL's (see `docs/trl.md`), or of a class derived from one.
         memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
+        verify: Hold a few random tokens' log-probabilities against those of each model's own logits, and refuse if they
+            differ.
 
     Raises:
-        TypeError: The trainer is of no supported class.
+        TypeError: The trainer is of no supported class; the message lists them.
         ImportError: TRL is older than 1.15, or 2 or newer.
-        ValueError: A head cannot be fused (adapter on it, quantised, logits that are not those of a plain head).
+        ValueError: A head cannot be fused (adapter other than LoRA on it, quantised, logits that are not those of a
+            plain head, log-probabilities that are not the model's own), or the trainer's model is an encoder-decoder.
         RuntimeError: Training has started.
 
     Example:
@@ -123,6 +123,8 @@ def fuse_trainer(
             f"the {type(trainer).__name__} has started training (global_step={trainer.state.global_step}); "
             "call fuse_trainer(trainer) after building it and before trainer.train()."
         )
+    if reason := recipe.refused(trainer):
+        raise ValueError(f"the {type(trainer).__name__} cannot be fused: {reason}.")
     if state is not None:
         unfuse_trainer(trainer)
     accelerator = trainer.accelerator
@@ -131,21 +133,24 @@ def fuse_trainer(
     try:
         for role, model in models.items():
             outputs = recipe.outputs(trainer) if role == "policy" else recipe.reference_outputs
-            differentiable = recipe.differentiable if role == "policy" else ()
+            differentiable = recipe.differentiable(trainer) if role == "policy" else ()
             fused[role] = fuse_head(
-                model, outputs=outputs, differentiable=differentiable, accelerator=accelerator, **settings
-            )
+                model, outputs=outputs, differentiable=differentiable, accelerator=accelerator, verify=verify,
+                **recipe.head(trainer), **settings,
+            )  # fmt: skip
     except Exception:
         for role in fused:  # all or nothing
             unfuse_head(models[role], accelerator=accelerator)
         raise
-    report = _report(trainer, fused, strategy)
-    vars(trainer)[_STATE] = (report, settings)
+    methods = _methods_without_logits(trainer, recipe, fused["policy"])
+    vars(trainer).update(methods)
+    report = _report(trainer, recipe, fused, strategy)
+    vars(trainer)[_STATE] = (report, settings, tuple(methods))
     return report
 
 
 def unfuse_trainer(trainer: Any) -> None:
-    """Put back the forwards that `fuse_trainer` found. It may be called after training too.
+    """Put back the forwards and methods that `fuse_trainer` found. It may be called after training too.
 
     Raises:
         ValueError: The trainer is not fused.
@@ -154,47 +159,73 @@ def unfuse_trainer(trainer: Any) -> None:
         raise ValueError(f"the {type(trainer).__name__} is not fused; fuse_trainer(trainer) was not called on it.")
     for model in _models_of(trainer).values():
         unfuse_head(model, accelerator=trainer.accelerator)
+    for name in vars(trainer)[_STATE][2]:
+        del vars(trainer)[name]
     del vars(trainer)[_STATE]
 
 
-def _recipe_of(trainer: Any) -> _Recipe:
-    import trl
-
+def _recipe_of(trainer: Any) -> Recipe:
     installed = version("trl")
     if not Version(_OLDEST) <= Version(installed) < Version(_BELOW):
         raise ImportError(
             f"trl {installed} is installed; fuse_trainer knows the trainers of trl >={_OLDEST},<{_BELOW}, whose models "
             "answer fused_lm_head=True."
         )
-    for name, recipe in _RECIPES.items():
-        if isinstance(trainer, getattr(trl, name)):
-            return recipe
-    raise TypeError(f"trainer is a {type(trainer).__name__}; supported are {', '.join(f'trl.{n}' for n in _RECIPES)}.")
+    return recipe_of(trainer)
 
 
 def _models_of(trainer: Any) -> dict[str, Any]:
     models = {"policy": trainer.accelerator.unwrap_model(trainer.model)}
-    if trainer.ref_model is not None:
+    if getattr(trainer, "ref_model", None) is not None:
         models["reference"] = trainer.accelerator.unwrap_model(trainer.ref_model)
     return models
 
 
-def _report(trainer: Any, fused: dict[str, FusedHead], strategy: str) -> FuseReport:
+def _methods_without_logits(trainer: Any, recipe: Recipe, head: FusedHead) -> dict[str, Callable[..., Any]]:
+    """The trainer's methods that read logits, as attributes of the instance, with models that do not build them."""
+    kind = type(trainer)
+    methods: dict[str, Callable[..., Any]] = {n: reading_scored_logits(getattr(kind, n)) for n in recipe.readers}
+    for name, labels in recipe.labels.items():
+        methods[name] = _method_without_logits(trainer, getattr(kind, name), labels, head)
+    return methods
+
+
+def _method_without_logits(
+    trainer: Any, own: Any, labels_of: Callable[[Any, dict[str, Any]], Any], head: FusedHead
+) -> Callable[..., Any]:
+    ours, signature = reading_scored_logits(own), inspect.signature(own)
+    scored_means_only = head.options["softcap"] is not None or not head.mean_logits_everywhere
+
+    @functools.wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(trainer, *args, **kwargs)
+        labels = labels_of(trainer, given.arguments)
+        if labels is None:
+            return own(*given.args, **given.kwargs)
+        given.arguments["model"] = WithoutLogits(given.arguments["model"], labels, head.vocabulary, scored_means_only)
+        return ours(*given.args, **given.kwargs)
+
+    return method
+
+
+def _report(trainer: Any, recipe: Recipe, fused: dict[str, FusedHead], strategy: str) -> FuseReport:
     policy = fused["policy"]
-    reference_pass = not trainer.precompute_ref_logps
-    reference = 1 if reference_pass else 0
+    scoring = recipe.scoring_passes(trainer)
+    full_logits = bool(recipe.labels)
     # Forward and dX, and dW unless frozen; recomputing adds the forward once more.
     recompute = 3 + policy.trainable
-    fewest = recompute - (strategy != "recompute") + reference
+    may_keep = policy.differentiable == ("log_probs",) and strategy != "recompute"
+    fewest = recompute - may_keep + scoring
     return FuseReport(
         trainer=type(trainer).__name__,
         trl=version("trl"),
+        full_logits_before=full_logits,
         policy=policy,
         reference=fused.get("reference"),
-        reference_pass=reference_pass,
-        products_before=recompute + reference,
+        reference_pass=scoring > 0,
+        products_before=recompute - full_logits + scoring,
         products_after=fewest,
         # Only the planner's choice for a trained head depends on the budget: a frozen one keeps nothing of its size.
-        products_past_budget=recompute + reference if policy.trainable and strategy == "auto" else fewest,
-        not_replaced=("compute_metrics: TRL builds full logits for it in evaluation",) * bool(trainer.compute_metrics),
+        products_past_budget=recompute + scoring if policy.trainable and strategy == "auto" else fewest,
+        not_replaced=recipe.not_replaced(trainer),
     )

@@ -33,22 +33,34 @@ def _full(parameter: Any) -> torch.Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def _own_gradients() -> dict[str, torch.Tensor]:
-    """Mean over the ranks' batches of the gradients of the model's own loss, in one process."""
+def _model(kind: str) -> Any:
     model = tiny_model()
+    if "adapter" not in kind:
+        return model
+    import peft
+
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return peft.get_peft_model(model, lora)
+
+
+def _own_gradients(kind: str) -> dict[str, torch.Tensor]:
+    """Mean over the ranks' batches of the gradients of the model's own loss, in one process."""
+    model = _model(kind)
     sum(model(**_batch(rank)).loss for rank in range(WORLD)).div(WORLD).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _wrap(model: Any, kind: str) -> Any:
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         return torch.nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
 
-    for layer in model.model.layers:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers:
         fully_shard(layer)
-    if kind == "fsdp2, head in its own group":
-        fully_shard(model.lm_head)
+    if "head in its own group" in kind:
+        fully_shard(base.lm_head)
     return fully_shard(model)
 
 
@@ -57,12 +69,14 @@ def _step(rank: int, kind: str, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
-        model = tiny_model()
+        model = _model(kind)
         fuse_head(model)
         wrapped = _wrap(model, kind)
         wrapped(**_batch(rank), fused_lm_head=True).loss.backward()
-        expected = _own_gradients()
+        expected = _own_gradients(kind)
         for name, parameter in model.named_parameters():
+            if name not in expected:
+                continue
             seen = _full(parameter)
             torch.testing.assert_close(seen, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     finally:
@@ -70,7 +84,17 @@ def _step(rank: int, kind: str, port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, head in its own group"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        "fsdp2",
+        "fsdp2, head in its own group",
+        "ddp, adapter on the head",
+        "fsdp2, adapter on the head",
+        "fsdp2, adapter on the head, head in its own group",
+    ],
+)
 def test_gradients_are_the_mean_over_ranks(kind: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

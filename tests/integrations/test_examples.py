@@ -58,3 +58,22 @@ def test_distill_topk(tmp_path: Path, tail: str) -> None:
         assert words in seen
     assert (tmp_path / "out" / "distill_topk.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "out" / "teacher").glob("*.arrow"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("sft_trl.py", (), ("SFTTrainer", "token accuracy", "TRL's own head")),
+        ("sft_trl.py", ("--loss-type", "dft"), ("SFTTrainer",)),
+        ("kto_trl.py", (), ("constructed from text", "KTOTrainer", "reward of wanted")),
+        ("orpo_simpo_trl.py", (), ("constructed from text", "ORPOTrainer", "with full logits of every position")),
+        ("orpo_simpo_trl.py", ("--loss", "simpo"), ("CPOTrainer", "reward margin")),
+        ("grpo_trl.py", ("--entropy-coef", "0.01"), ("GRPOTrainer", "reward")),
+        ("lora_head.py", (), ("LoRA", "those of the model's own loss", "held-out loss")),
+    ],
+)
+def test_trainers(script: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    seen = _run(script, tmp_path, "--steps", "2", "--batch-size", "4", "--held-out", "8", *arguments)
+    for word in words:
+        assert word in seen

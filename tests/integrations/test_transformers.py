@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from liger_losses.integrations.transformers import FusedHeadOutput, fuse_head, unfuse_head
+from liger_losses.integrations.transformers import FusedHeadOutput, fuse_head, fuse_model, unfuse_head
 
 from .tiny import FAMILIES, tiny_model
 
@@ -293,16 +293,6 @@ class TestPeft:
         assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "lora" in n)
         assert model.get_base_model().lm_head.weight.grad is None
 
-    def test_adapter_on_the_head_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="adapter"):
-            fuse_head(self._lora(tiny_model(), also=["lm_head"]))
-
-    def test_adapter_put_on_the_head_afterwards_is_refused(self) -> None:
-        model = tiny_model()
-        fuse_head(model)
-        with pytest.raises(ValueError, match="adapter"):
-            self._lora(model, also=["lm_head"])(**_batch(), fused_lm_head=True)
-
     def test_head_in_modules_to_save(self) -> None:
         model, batch = self._lora(tiny_model(), modules_to_save=["lm_head"]), _batch()
         copied = model.get_base_model().lm_head.modules_to_save["default"]
@@ -341,3 +331,8 @@ def test_a_vision_language_model_sees_its_pictures() -> None:
         torch.testing.assert_close(gradient, own_gradient, rtol=1e-4, atol=1e-6)
     seen = [model(**batch, pixel_values=pixels).loss for pixels in pictures]
     assert not torch.isclose(*seen)
+    fuse_model(model)
+    for pixels, own_loss in zip(pictures, seen, strict=True):
+        answer = model(**batch, pixel_values=pixels)
+        assert answer.logits is None
+        torch.testing.assert_close(answer.loss, own_loss, rtol=0, atol=1e-5)

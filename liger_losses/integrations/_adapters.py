@@ -1,0 +1,110 @@
+"""LoRA and DoRA on the output head, as a plain head that is a little wider.
+
+With rank r, `x W^T + s (x A^T) B^T = [x, s x A^T] [W, B]^T`: hidden states and weight get r more columns each, and
+autograd carries their gradients on to A and B. No logits exist on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """The whole of a sharded parameter, gathered once for all tiles.
+
+    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
+    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
+
+def check(layer: Any, model: str) -> None:
+    """Refuse a layer that `widen` could not write out.
+
+    Args:
+        layer: What stands in the place of the head, with a `base_layer`.
+        model: Name for messages.
+
+    Raises:
+        ValueError: It is no LoRA layer, or a variant of LoRA other than DoRA, or DoRA with dropout, a bias
+            or another adapter beside it.
+    """
+    from peft.tuners import lora
+
+    kind = type(layer)
+    if not isinstance(layer, lora.Linear):
+        raise ValueError(
+            f"the head of {model} is a {kind.__module__}.{kind.__qualname__}: of the adapters on a head only LoRA and "
+            "DoRA are known to the fused loss, another would be left out of it and never trained; take the head out "
+            "of the adapter's target_modules."
+        )
+    if layer.fan_in_fan_out:
+        raise ValueError(f"the LoRA on the head of {model} has fan_in_fan_out=True; a head's weight is [out, in].")
+    active = _active(layer)
+    for name in active:
+        variant = type(layer.lora_variant.get(name)).__name__
+        if variant == "NoneType":
+            continue
+        if variant != "DoraLinearVariant":
+            raise ValueError(
+                f"adapter {name!r} on the head of {model} is the LoRA variant {variant}; expected plain LoRA or DoRA."
+            )
+        if getattr(layer.lora_dropout[name], "p", 0.0) > 0.0:
+            raise ValueError(
+                f"adapter {name!r} on the head of {model} is DoRA with dropout, which gives W a second, dropped input; "
+                "set lora_dropout=0."
+            )
+        if len(active) > 1 or layer.lora_B[name].bias is not None:
+            raise ValueError(
+                f"adapter {name!r} on the head of {model} is DoRA with a bias or beside another active adapter "
+                f"({', '.join(active)}); expected it alone and without a bias."
+            )
+
+
+def _active(layer: Any) -> list[str]:
+    """Names of the adapters that the layer's forward would add; merged, or switched off, the base alone is the head."""
+    if layer.disable_adapters or layer.merged:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def widen(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Operands of one linear head that equals `layer(hidden)` for the adapters that are active now.
+
+    LoRA's dropout is drawn anew at each call, as by the layer's own forward. DoRA multiplies row v of the sum by
+    `m_v / ||W_v + s B_v A||`, the norm being a constant to its gradient (https://arxiv.org/abs/2402.09353, 4.3).
+
+    Args:
+        layer: A `peft.tuners.lora.Linear` that `check` has let pass.
+        hidden: `[*, H]`; weight: `[V, H]`; bias: `[V]` or None.
+
+    Returns:
+        `[*, H + r]`, `[V, H + r]` and `[V]` or None, r the sum of the active adapters' ranks.
+    """
+    columns, rows = [hidden], [weight]
+    for name in _active(layer):
+        down, up, scaling = gathered(layer.lora_A[name].weight), layer.lora_B[name], layer.scaling[name]
+        narrow = scaling * torch.nn.functional.linear(layer.lora_dropout[name](hidden.to(down.dtype)), down)
+        tall = gathered(up.weight)
+        if name in layer.lora_variant:
+            magnitude = gathered(layer.lora_magnitude_vector[name].weight)
+            scale = _dora_scale(magnitude, weight, down, tall, scaling)[:, None]
+            rows[0], tall = (scale * weight).to(weight.dtype), scale * tall
+        columns.append(narrow.to(hidden.dtype))
+        rows.append(tall.to(weight.dtype))
+        if up.bias is not None:
+            bias = scaling * gathered(up.bias).to(weight.dtype) + (0.0 if bias is None else bias)
+    return torch.cat(columns, dim=-1), torch.cat(rows, dim=1), bias
+
+
+def _dora_scale(magnitude: Tensor, weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """`m / ||W + s B A||` over rows, `[V]`."""
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        norm = torch.linalg.vector_norm(weight + scaling * (up @ down).to(weight.dtype), dim=1)
+    return magnitude / norm

@@ -1,0 +1,200 @@
+"""What a fused model answers, and how: backbone, head operands, `linear_logprobs`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from liger_losses.chunked import ScoredTokens, linear_logprobs
+from liger_losses.integrations._head import HeadOptions, backbone_of, output_head
+
+IGNORE_INDEX = -100
+# Field of FusedHeadOutput -> statistic of the engine.
+STATISTICS = {
+    "log_probs": "logprob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_prob",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
+DIFFERENTIABLE = ("log_probs", "entropy")
+
+
+@dataclass
+class FusedHeadOutput(ModelOutput):
+    """Answer of a fused model. Per-token fields are zero where the label is -100, and None where not asked for.
+
+    With T the length of `labels`, per-token fields are `[B, T - 1]`, field `t` scoring `labels[:, t + 1]`; with
+    `shift_labels` they are `[B, T]`.
+
+    Attributes:
+        loss: Scalar: negative log-likelihood summed over scored tokens, over `num_items_in_batch` (their count when not
+            given), plus `router_aux_loss_coef * aux_loss` when router logits are asked for.
+        log_probs: Log-probability of each label, fp32.
+        entropy: Entropy of the predicted distribution, in nats.
+        log_sum_sq_probs: `log sum_v p_v^2`, without gradient.
+        mean_logits: Mean over the vocabulary of the logits divided by the temperature, without gradient.
+        is_top1: Whether the label is the most likely token, bool.
+        label_mask: Whether the label is scored, bool.
+        aux_loss: Scalar load-balancing loss of a mixture of experts.
+    """
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """What `fuse_head` put on a model."""
+
+    model: str
+    vocabulary: int
+    hidden: int
+    bias: bool
+    trainable: bool
+    options: HeadOptions
+    temperature: float
+    outputs: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    memory_budget: int | None
+    logits_dtype: str
+    strategy: str
+    verdict: str  # of check_head
+    verified: bool = False  # a few random tokens came out as from the model's own logits
+    adapter: bool = False  # LoRA or DoRA on the head
+    fp32: bool = False  # products outside autocast, in fp32
+    mean_logits_everywhere: bool = False  # also where the label is -100, if the logits are linear in the hidden states
+
+    def __str__(self) -> str:
+        scale, cap = self.options["logit_scale"], self.options["softcap"]
+        kind = "gradient-free" if not self.differentiable else "trainable" if self.trainable else "frozen"
+        facts = [
+            f"{kind} head [{self.vocabulary}, {self.hidden}]",
+            *(["bias"] if self.bias else []),
+            *(["LoRA"] if self.adapter else []),
+            *(["fp32"] if self.fp32 else []),
+            *([f"logit scale {scale:g}"] if scale != 1.0 else []),
+            *([f"softcap {cap:g}"] if cap is not None else []),
+            *([f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []),
+        ]
+        verdict = self.verdict + ", verified" * self.verified
+        return f"{self.model}: {', '.join(facts)} ({verdict}); {', '.join(self.outputs)}"
+
+
+def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutput:
+    labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    items = inputs.pop("num_items_in_batch", None)
+    ignore_index = inputs.pop("ignore_index", IGNORE_INDEX)
+    if "label_smoothing" in inputs:
+        raise ValueError("label_smoothing is not computed by the fused head; unfuse it, or use "
+                         "liger_losses.LigerFusedLinearCrossEntropyLoss(label_smoothing=...).")  # fmt: skip
+    if labels is None and shift_labels is None:
+        raise ValueError("fused_lm_head=True needs labels or shift_labels: there are no logits to return without them.")
+    keep = inputs.pop("logits_to_keep", None)
+    if isinstance(keep, Tensor) or keep:
+        raise ValueError("logits_to_keep has no meaning with fused_lm_head=True: mask labels with -100 instead.")
+    for name in ("output_hidden_states", "output_attentions"):
+        if inputs.get(name):
+            raise ValueError(f"{name}=True is not supported with fused_lm_head=True.")
+    if inputs.pop("return_dict", None) is False:
+        raise ValueError("return_dict=False is not supported with fused_lm_head=True.")
+    inputs["use_cache"] = False
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        inputs.setdefault("output_router_logits", True)
+
+    linear = output_head(model)  # per call: FSDP and PEFT replace modules after fusing
+    device = linear.linear.weight.device
+    target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
+    # Counting the scored tokens needs the host: started before the backbone, it is known when the head is reached.
+    scored = ScoredTokens.start(target, ignore_index)
+    backbone = backbone_of(model)(**inputs)
+    hidden = backbone.last_hidden_state.to(device)
+    with torch.autocast(device.type, enabled=False) if head.fp32 else nullcontext():
+        # Widened before the last position goes: dropout on an adapter then draws what the head's own forward draws.
+        hidden, weight, bias = linear.operands(hidden.float() if head.fp32 else hidden)
+        hidden = hidden[:, :-1] if shift_labels is None else hidden
+        if hidden.shape[:-1] != target.shape:
+            raise ValueError(
+                f"the backbone gave hidden states for {tuple(hidden.shape[:-1])} tokens and the (shifted) labels "
+                f"are {tuple(target.shape)}; expected the same shape."
+            )
+        if head.fp32:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        values = linear_logprobs(
+            hidden,
+            weight,
+            scored,
+            bias,
+            ignore_index=ignore_index,
+            temperature=head.temperature,
+            softcap=head.options["softcap"],
+            logit_scale=head.options["logit_scale"],
+            statistics=tuple(STATISTICS[name] for name in head.outputs),
+            differentiable=tuple(STATISTICS[name] for name in head.differentiable),
+            memory_budget=head.memory_budget,
+            logits_dtype=head.logits_dtype,
+            strategy=head.strategy,
+        )
+        if head.mean_logits_everywhere and head.options["softcap"] is None:
+            values["mean_logit"] = _mean_logits(hidden, weight, bias, head)
+    mask = target != ignore_index
+    log_probs = values["logprob"]
+    count = mask.sum().clamp(min=1) if items is None else items
+    loss = -log_probs.sum() / (count.to(device) if isinstance(count, Tensor) else count)
+    aux_loss = None
+    if inputs.get("output_router_logits"):
+        aux_loss = _load_balancing_loss(model, backbone, inputs.get("attention_mask")).to(device)
+        loss = loss + _router_coefficient(model) * aux_loss
+    fields = {name: values[STATISTICS[name]] for name in head.outputs}
+    return FusedHeadOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: FusedHead) -> Tensor:
+    """Mean over the vocabulary of the logits at every position: linear in the head, so one product with its mean."""
+    mean = hidden.float() @ weight.mean(dim=0, dtype=torch.float32)
+    if bias is not None:
+        mean = mean + bias.float().mean()
+    return mean * (head.options["logit_scale"] / head.temperature)
+
+
+def _load_balancing_loss(model: Any, backbone: Any, attention_mask: Tensor | None) -> Tensor:
+    """The load-balancing loss by the function of the model's own module, as the model's own forward calls it."""
+    name = type(model).__name__
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    expected = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    if function is None or list(inspect.signature(function).parameters) != expected:
+        raise ValueError(
+            f"output_router_logits=True: the load-balancing loss of {name} is not known to the fused head."
+        )
+    router_logits = getattr(backbone, "router_logits", None)
+    if router_logits is None:
+        raise ValueError(f"output_router_logits=True: the backbone of {name} returned no router logits.")
+    text = model.config.get_text_config()
+    experts = [
+        getattr(model, "num_experts", None),
+        *(getattr(text, n, None) for n in ("num_experts", "num_local_experts")),
+    ]
+    top_k = [getattr(model, "num_experts_per_tok", None), getattr(text, "num_experts_per_tok", None)]
+    first = next((n for n in experts if n is not None), None), next((k for k in top_k if k is not None), None)
+    value = function(router_logits, *first, attention_mask)
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def _router_coefficient(model: Any) -> float:
+    """Weight of the load-balancing loss in the model's own loss; 0 where neither model nor config declares one."""
+    text = model.config.get_text_config()
+    return float(getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", 0.0)))
