@@ -9,13 +9,13 @@ import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
-# Those with an ellipsis stand for the reader's own model and data.
-ALONE = [block for block in BLOCKS if "(...)" not in block]
+# The others stand beside the reader's own model and data.
+ALONE = [block for block in BLOCKS if "(...)" not in block and "(model)" not in block]
 
 
 def test_blocks_were_found() -> None:
-    assert len(ALONE) >= 3
-    assert len(BLOCKS) - len(ALONE) == 1
+    assert len(ALONE) >= 5
+    assert len(BLOCKS) - len(ALONE) == 2
 
 
 @pytest.mark.parametrize("block", ALONE, ids=range(len(ALONE)))
