@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Teacher:
     weight: Tensor | None = None  # [V', H']
     bias: Tensor | None = None  # [V']
     logits: Tensor | None = None  # [R * T, V'] logits, log-probabilities, or probabilities
-    transform: LogitTransform = LogitTransform()  # noqa: RUF009
+    transform: LogitTransform = field(default_factory=LogitTransform)
     probabilities: bool = False
 
     @property

@@ -19,7 +19,7 @@ its digits to cancellation.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class TeacherTile:
 
     logits: Tensor  # [rows, columns] projected rows, logits, log-probabilities or probabilities
     bias: Tensor | None = None  # [columns]
-    transform: LogitTransform = LogitTransform()  # noqa: RUF009
+    transform: LogitTransform = field(default_factory=LogitTransform)
     probabilities: bool = False
 
     def rows(self, rows: slice) -> TeacherTile:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher
 from ..chunked.tokens import check_target
+from ..kernels import LogitTransform
 from ..losses._checks import check_choice, check_flag, check_number
 from .base import CallOptions, check_head_as
 from .engine_options import HeadOptions, with_head_options
@@ -70,6 +71,7 @@ class _Distillation(torch.nn.Module):
             teacher.get("teacher_weight"),
             teacher.get("teacher_bias"),
             teacher.get("teacher_probs"),
+            LogitTransform(),  # named: torch.compile does not follow a dataclass's own default of this kind
         )
         names = ("teacher_input", "teacher_weight", "teacher_bias", "target")
         check_teacher(second, hidden.shape[:-1], hidden.device, names)
