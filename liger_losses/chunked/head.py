@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..kernels import wide_dtype
+
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -23,11 +25,6 @@ class Precision:
     def of(cls, compute: torch.dtype, logits: torch.dtype) -> Precision:
         """Statistics and sums are fp32, and fp64 where the products are."""
         return cls(compute, logits, wide_dtype(compute))
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of statistics and sums over values of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_logits_dtype(logits_dtype: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import DIFFERENTIABLE, DISTILLATION, INVALID_POSITIVE, STATISTICS, LogitTransform
 from .teacher import Teacher, check_teacher
-from .tokens import check_integer
+from .tokens import check_integer, upload
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _check_constant(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _checked_temperature(temperature: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """With 1 where nothing is scored."""
-    scored = target.to(temperature.device).reshape(temperature.shape) != ignore_index
+    scored = upload(target, temperature.device).reshape(temperature.shape) != ignore_index
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
         # On an accelerator reading it would wait; there a bad temperature shows as NaN or infinity.
         wrong = scored & ~((temperature > 0) & torch.isfinite(temperature))
@@ -152,4 +152,4 @@ def _canonical_positives(
     labels = labels.reshape(shape.numel(), positives.shape[-1]).sort(-1).values
     repeated = torch.zeros_like(labels, dtype=torch.bool)
     repeated[:, 1:] = labels[:, 1:] == labels[:, :-1]
-    return labels.masked_fill(repeated & (labels >= 0), -1).to(device)
+    return upload(labels.masked_fill(repeated & (labels >= 0), -1), device)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, DTYPES, LogitTransform, RowState, fold_tile, tile_gradient
-from .head import FLOATING, wide_dtype
+from ..kernels import DIFFERENTIABLE, DTYPES, LogitTransform, RowState, fold_tile, tile_gradient, wide_dtype
+from .head import FLOATING
 from .head_tensors import HeadTensors, check_head_tensors, logit_coefficients, make_transform
 from .loss import check_differentiable, check_statistics
-from .tokens import check_ignore_index, check_range, check_target
+from .tokens import check_ignore_index, check_range, check_target, upload
 
 
 def logit_statistics(
@@ -66,7 +66,7 @@ def logit_statistics(
     rows = logits.reshape(-1, logits.shape[-1])
     outputs = _statistics(
         rows if rows.stride(-1) == 1 else rows.contiguous(),
-        target.reshape(-1).to(logits.device, torch.int64),
+        upload(target.reshape(-1), logits.device).to(torch.int64),
         tensors.temperature,
         tensors.column_weights,
         ",".join(statistics),

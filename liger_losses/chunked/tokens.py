@@ -93,7 +93,7 @@ class ScoredTokens:
         counts = self.row_counts()
         target, mask = self._target, self._mask
         if target.device != device:
-            target, mask = _upload(target, device), _upload(mask, device)
+            target, mask = upload(target, device), upload(mask, device)
         total = sum(counts)
         index = None
         if total < mask.numel():
@@ -102,8 +102,9 @@ class ScoredTokens:
         return ScoredOnDevice(target.reshape(-1).to(torch.int64), mask, index, tuple(counts))
 
 
-def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and not tensor.is_cuda:
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; from the host without waiting for what is queued there."""
+    if device.type == "cuda" and not tensor.is_cuda and not torch.compiler.is_compiling():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -9,7 +9,7 @@ from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_g
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .layer_norm import layer_norm
 from .products import matmul
-from .registration import differentiable_once
+from .registration import differentiable_once, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
@@ -48,4 +48,5 @@ __all__ = [
     "rotary",
     "scaled_cast",
     "tile_gradient",
+    "wide_dtype",
 ]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
+from .registration import wide_dtype
 from .tile_statistics import row_slices
 from .transform import LogitTransform
 
@@ -69,7 +70,7 @@ def bernoulli_tile(
 
         bernoulli_tile_triton(tile, bias, columns, at_positives, transform, total, out, factor)
         return
-    wide = torch.float64 if tile.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(tile.dtype)
     for rows in row_slices(tile):
         own, picked = transform.rows(rows), columns[rows]
         positive_bias = None if bias is None else bias[picked.clamp_min(0)]

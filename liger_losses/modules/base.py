@@ -38,10 +38,7 @@ class CallOptions:
             LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
         check_ignore_index(self.ignore_index)
         check_tiling(self.strategy, self.memory_budget, self.logits_dtype)
-        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int):
-            raise TypeError(f"chunk_size: got {self.chunk_size!r}, expected an int")
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size: got {self.chunk_size}, expected >= 1")
+        check_chunk_size(self.chunk_size)
 
     def policy(self) -> dict[str, Any]:
         return {
@@ -135,6 +132,19 @@ class Reference:
 
 
 NO_REFERENCE = Reference()
+
+
+def check_chunk_size(chunk_size: object) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size}, expected >= 1")
+
+
+def check_accumulator(dtype: torch.dtype | None) -> None:
+    """liger-kernel's `accum_dtype`, where there is one way to sum."""
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"accum_dtype: got {dtype}, expected None or torch.float32, which is what is done")
 
 
 def check_head_as(

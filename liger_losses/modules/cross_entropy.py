@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
+from ..chunked.tokens import upload
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
 from ..losses._checks import check_choice, check_count, check_flag, check_float_tensor
-from .base import CallOptions, check_head_as
+from .base import CallOptions, check_accumulator, check_head_as
 from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
 
 if TYPE_CHECKING:
@@ -79,9 +80,9 @@ class _CrossEntropy(torch.nn.Module):
             check_float_tensor("token_weights", token_weights)
             if token_weights.numel() != target.numel():
                 raise ValueError(f"token_weights: got shape {list(token_weights.shape)}, expected one for each target")
-            inputs["token_weights"] = token_weights.reshape(target.shape).to(device)
+            inputs["token_weights"] = upload(token_weights.reshape(target.shape), device)
         if self.class_weights is not None:
-            weights, classes = self.class_weights.to(device), target.to(device, torch.int64)
+            weights, classes = self.class_weights.to(device), upload(target, device).long()
             inputs["class_weights"] = weights[classes.clamp(0, len(weights) - 1)]
         if num_items_in_batch is not None:
             if self.reduction == "none":
@@ -179,8 +180,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         logit_scale: float | None = 1.0,
         **engine: Unpack[TilingOptions],
     ) -> None:
-        if accum_dtype not in (None, torch.float32):
-            raise ValueError(f"accum_dtype: got {accum_dtype}, expected None or torch.float32, which is what is done")
+        check_accumulator(accum_dtype)
         options = CallOptions(
             ignore_index=ignore_index, temperature=temperature, softcap=softcap, logit_scale=logit_scale, **engine
         )
@@ -226,7 +226,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         options["column_weights"] = self._column_weights
         hidden = _input.reshape(*rows.shape, _input.shape[-1])
         scored = target if isinstance(target, ScoredTokens) and len(target.shape) == 2 else rows
-        mask = (rows != self.options.ignore_index).to(_input.device)
+        mask = upload(rows != self.options.ignore_index, _input.device)
         if self.reduction == "none":
             statistics = linear_logprobs(
                 hidden,
@@ -316,7 +316,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
             column_weights=self._column_weights,
         )
         inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
-        mask = (rows != self.options.ignore_index).to(_input.device)
+        mask = upload(rows != self.options.ignore_index, _input.device)
         shaped = {name: value.reshape(rows.shape) for name, value in statistics.items()}
         loss, z_loss = self._of_statistics(shaped, mask, inputs, target.shape)
         return self._result(loss, z_loss, shaped, mask, target.shape)

@@ -12,7 +12,7 @@ from ..chunked.teacher import Teacher, check_teacher
 from ..chunked.tokens import check_target
 from ..kernels import LogitTransform
 from ..losses._checks import check_choice, check_flag, check_number
-from .base import CallOptions, check_head_as
+from .base import CallOptions, check_accumulator, check_chunk_size, check_head_as
 from .engine_options import HeadOptions, with_head_options
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ class _SoftAndHard(_Distillation):
     ) -> None:
         check_flag("compiled", compiled)
         check_flag("return_soft_hard_loss", return_soft_hard_loss)
-        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-            raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size: got {chunk_size}, expected >= 1")
+        check_chunk_size(chunk_size)
         super().__init__(
             divergence,
             ignore_index,
@@ -274,11 +271,6 @@ class LigerFusedLinearCosineSimilarityLoss(_SoftAndHard):
         )  # fmt: skip
 
 
-def _check_accumulator(dtype: torch.dtype | None) -> None:
-    if dtype not in (None, torch.float32):
-        raise ValueError(f"accum_dtype: got {dtype}, expected None or torch.float32, which is what is done")
-
-
 class LigerFusedLinearJSD(_Distillation):
     """Generalised Jensen-Shannon divergence of a teacher over two heads, averaged over the scored tokens: nothing else.
 
@@ -305,7 +297,7 @@ class LigerFusedLinearJSD(_Distillation):
         teacher_logit_scale: float | None = None,
         **engine: Unpack[HeadOptions],
     ) -> None:
-        _check_accumulator(accum_dtype)
+        check_accumulator(accum_dtype)
         super().__init__(
             Divergence(kind="jsd", beta=jsd_beta, temperature=temperature, vocabulary=vocabulary),
             ignore_index,
@@ -363,7 +355,7 @@ class LigerFusedLinearKLDivLoss(_Distillation):
         check_number("eps", eps, low=0)
         if eps > 1e-6:
             raise ValueError(f"eps: got {eps}, expected 0 <= eps <= 1e-6: it only keeps the logarithm of 0 away")
-        _check_accumulator(accum_dtype)
+        check_accumulator(accum_dtype)
         divergence = Divergence(temperature=temperature, teacher_temperature=1.0)
         super().__init__(divergence, ignore_index, **engine)
         self.reduction = reduction
