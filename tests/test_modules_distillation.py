@@ -237,7 +237,7 @@ def test_refused_options(module: type[Any], options: dict[str, Any], error: type
         ({"true_labels": torch.zeros(N)}, TypeError, "true_labels: got dtype torch.float32, expected an integer dtype"),
         ({"true_labels": None}, TypeError, "true_labels: got NoneType, expected a torch.Tensor"),
         ({"true_labels": torch.full((N,), V)}, ValueError, "target: got 100 at row 0, position 0"),
-        ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape (1, 3), expected (1, 40)"),
+        ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape [1, 3], expected [1, 40]"),
     ],
     ids=str,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
 from ..kernels import DISTILLATION, Divergence, LogitTransform
 from .calls import prepare, run_loss, token_values
 from .head_tensors import HeadTensors, make_transform
@@ -192,8 +193,7 @@ class DistillationLoss:
     differentiable = ("distillation",)
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: got {self.reduction!r}, expected one of ('mean', 'sum')")
+        check_choice("reduction", self.reduction, ("mean", "sum"))
         check_statistics("report", ("distillation", *self.report), DISTILLATION)
 
     @property
@@ -201,26 +201,18 @@ class DistillationLoss:
         return tuple(dict.fromkeys(("distillation", *self.report)))
 
     def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        unknown = sorted(set(inputs) - {_COUNT, _WEIGHTS})
-        if unknown:
-            raise ValueError(f"inputs: got {', '.join(unknown)}, expected names out of {_WEIGHTS}, {_COUNT}")
-        weights, count = inputs.get(_WEIGHTS), inputs.get(_COUNT)
-        if weights is not None:
-            if not weights.is_floating_point():
-                raise TypeError(f"{_WEIGHTS}: got dtype {weights.dtype}, expected a floating-point tensor")
-            if weights.shape != mask.shape:
-                raise ValueError(f"{_WEIGHTS}: got shape {tuple(weights.shape)}, expected {tuple(mask.shape)}")
-        if count is not None:
-            if count.dim() != 0:
-                raise ValueError(f"{_COUNT}: got shape {tuple(count.shape)}, expected a tensor without dimensions")
-            if self.reduction == "sum":
-                raise ValueError(f"{_COUNT}: got a count, expected none with reduction='sum'")
+        check_names("inputs", inputs, (_WEIGHTS, _COUNT))
+        if _WEIGHTS in inputs:
+            check_float_tensor(_WEIGHTS, inputs[_WEIGHTS], tuple(mask.shape))
+        if _COUNT in inputs:
+            check_divides(_COUNT, self.reduction)
+            check_count(_COUNT, inputs[_COUNT])
         return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.reduction == "sum":
             return {"count": mask.new_ones((), dtype=torch.float32)}
-        return {"count": inputs[_COUNT] if _COUNT in inputs else mask.sum().clamp_min(1)}
+        return {"count": (inputs[_COUNT] if _COUNT in inputs else mask.sum()).clamp_min(1)}
 
     def __call__(
         self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
@@ -295,11 +287,10 @@ def fused_linear_distillation(
     loss = DistillationLoss(report=report, reduction=reduction)
     inputs = {}
     if token_weights is not None:
-        if not isinstance(token_weights, Tensor):
-            raise TypeError(f"{_WEIGHTS}: got {type(token_weights).__name__}, expected a torch.Tensor")
+        check_float_tensor(_WEIGHTS, token_weights)
         inputs[_WEIGHTS] = token_weights
     if num_items_in_batch is not None:
-        inputs[_COUNT] = torch.as_tensor(num_items_in_batch)
+        inputs[_COUNT] = check_count(_COUNT, num_items_in_batch)
     shape = target.shape
     if len(shape) == 1 and isinstance(student_hidden, Tensor) and student_hidden.dim() == 2:
         # One row of all tokens.

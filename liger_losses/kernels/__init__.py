@@ -7,6 +7,7 @@ from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
+from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
 from .products import matmul
 from .registration import differentiable_once, wide_dtype
@@ -40,6 +41,8 @@ __all__ = [
     "fold_tile",
     "fused_add_rms_norm",
     "gated_activation",
+    "head_mask",
+    "head_share",
     "implementation",
     "layer_norm",
     "matmul",

@@ -167,8 +167,9 @@ def fold_tile(
         torch.eq(state.argmax, target, out=state.is_top1)
 
 
-def row_slices(tile: Tensor) -> Iterator[slice]:
-    step = max(1, _TWIN_ELEMENTS // max(1, tile.shape[1]))
+def row_slices(tile: Tensor, times: int = 1) -> Iterator[slice]:
+    """Rows of `_TWIN_ELEMENTS * times` elements at a time."""
+    step = max(1, _TWIN_ELEMENTS * times // max(1, tile.shape[1]))
     for start in range(0, tile.shape[0], step):
         yield slice(start, min(start + step, tile.shape[0]))
 

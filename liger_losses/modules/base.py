@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_float_tensor
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from ..chunked.head import check_head
 from ..chunked.planner import check_tiling
 from ..chunked.tokens import check_ignore_index, check_target
 from ..kernels import LogitTransform
-from ..losses._checks import check_float_tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_flag, check_number
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher
 from ..chunked.tokens import check_target
 from ..kernels import LogitTransform
-from ..losses._checks import check_choice, check_flag, check_number
 from .base import CallOptions, check_accumulator, check_chunk_size, check_head_as
 from .engine_options import HeadOptions, with_head_options
 
