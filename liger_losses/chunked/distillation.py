@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
-from ..kernels import DISTILLATION, Divergence, LogitTransform
+from ..kernels import DISTILLATION, Divergence
 from .calls import prepare, run_loss, token_values
 from .head_tensors import HeadTensors, make_transform
 from .loss import check_statistics
 from .planner import STRATEGIES
-from .teacher import Teacher
+from .teacher import Teacher, teacher_transform
 from .tokens import ScoredTokens
 
+_STUDENT = ("student_hidden", "student_weight", "student_bias")
 _COUNT, _WEIGHTS = "num_items_in_batch", "token_weights"
 
 
@@ -49,7 +50,7 @@ def _teacher(
         weight,
         bias,
         probabilities if logits is None else logits,
-        LogitTransform(1.0 if logit_scale is None else logit_scale, softcap),
+        teacher_transform(softcap, logit_scale),
         probabilities is not None,
     )
 
@@ -166,7 +167,7 @@ def linear_divergence(
         divergence, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_softcap,
         teacher_logit_scale,
     )  # fmt: skip
-    call = prepare(student_hidden, student_weight, target, student_bias, ignore_index, logits_dtype)
+    call = prepare(student_hidden, student_weight, target, student_bias, ignore_index, logits_dtype, _STUDENT)
     call.read(HeadTensors(teacher=teacher), names)
     call.transform = make_transform(logit_scale, softcap, 1.0)
     wanted = tuple(name for name in names if name == "distillation")
@@ -284,10 +285,12 @@ def fused_linear_distillation(
         divergence, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_softcap,
         teacher_logit_scale,
     )  # fmt: skip
+    if not isinstance(target, (Tensor, ScoredTokens)):
+        raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
     loss = DistillationLoss(report=report, reduction=reduction)
     inputs = {}
     if token_weights is not None:
-        check_float_tensor(_WEIGHTS, token_weights)
+        check_float_tensor(_WEIGHTS, token_weights, tuple(target.shape))
         inputs[_WEIGHTS] = token_weights
     if num_items_in_batch is not None:
         inputs[_COUNT] = check_count(_COUNT, num_items_in_batch)
@@ -303,6 +306,6 @@ def fused_linear_distillation(
         loss, student_hidden, student_weight, target, student_bias, inputs,
         given=HeadTensors(teacher=teacher), ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=1.0, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=max_units,
-        token_statistics=token_statistics,
+        token_statistics=token_statistics, head=_STUDENT,
     )  # fmt: skip
     return value, {name: m.reshape(shape) if name in token_statistics else m for name, m in metrics.items()}

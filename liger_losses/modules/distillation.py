@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._checks import check_choice, check_flag, check_number
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
-from ..chunked.teacher import Teacher, check_teacher
+from ..chunked.teacher import Teacher, check_teacher, teacher_transform
 from ..chunked.tokens import check_target
 from ..kernels import LogitTransform
 from .base import CallOptions, check_accumulator, check_chunk_size, check_head_as
@@ -35,6 +35,7 @@ class _Distillation(torch.nn.Module):
         super().__init__()
         self.divergence = divergence
         self.options = CallOptions(ignore_index=ignore_index, **engine)
+        teacher_transform(teacher_softcap, teacher_logit_scale)
         self.teacher_softcap, self.teacher_logit_scale = teacher_softcap, teacher_logit_scale
         self.max_units = max_units
 

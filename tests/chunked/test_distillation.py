@@ -379,6 +379,7 @@ def test_parity_with_trl(beta: float, temperature: float) -> None:
     )
 
 
+NO_HEAD: dict[str, Any] = {"teacher_hidden": None, "teacher_weight": None, "teacher_bias": None}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"teacher_weight": None},
@@ -403,6 +404,31 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "teacher_weight: got dtype torch.int64, expected one of",
     ),
     ({"teacher_weight": "w"}, TypeError, "teacher_weight: got str, expected a torch.Tensor"),
+    (
+        {"student_hidden": torch.zeros(2, 3, 7)},
+        ValueError,
+        "student_hidden: got shape (2, 3, 7), expected last dimension 8 as in student_weight",
+    ),
+    ({"student_weight": None}, TypeError, "student_weight: got NoneType, expected a torch.Tensor"),
+    ({"student_bias": torch.zeros(3)}, ValueError, "student_bias: got shape (3,), expected (9,)"),
+    ({"target": None}, TypeError, "target: got NoneType, expected a torch.Tensor or ScoredTokens"),
+    (
+        NO_HEAD | {"teacher_probs": torch.zeros(3, 9)},
+        ValueError,
+        "teacher_probs: got shape (3, 9), expected (2, 3, 'V')",
+    ),
+    (
+        NO_HEAD | {"teacher_probs": torch.zeros(2, 3, 9), "divergence": Divergence(kind="mse")},
+        ValueError,
+        "teacher_probs: got a tensor with kind 'mse'",
+    ),
+    (
+        NO_HEAD | {"teacher_probs": torch.zeros(2, 3, 9), "teacher_logits": torch.zeros(2, 3, 9)},
+        ValueError,
+        "teacher: got teacher_logits and teacher_probs",
+    ),
+    ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap: got -1.0, expected a finite number > 0"),
+    ({"teacher_logit_scale": "x"}, TypeError, "teacher_logit_scale: got 'x', expected a number"),
     ({"divergence": "jsd"}, TypeError, "divergence: got str, expected a Divergence"),
     ({"statistics": ("lse",)}, ValueError, "statistics: got unknown ['lse'], expected names out of"),
     ({"strategy": "immediate"}, ValueError, "strategy: got 'immediate', which is for fused_linear_distillation"),
@@ -412,9 +438,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("change", "error", "message"), REFUSED, ids=[message[:60] for *_, message in REFUSED])
 def test_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:
     pair = make_pair(2, 3, 8, 9)
-    with pytest.raises(error) as raised:
-        linear_divergence(*pair.case.head, **(pair.teacher() | change))
-    assert str(raised.value).startswith(message)
+    student = dict(zip(("student_hidden", "student_weight", "target", "student_bias"), pair.case.head, strict=True))
+    per_token_alone = ("statistics", "strategy")
+    for call in (linear_divergence, fused_linear_distillation)[: 1 if set(change) & set(per_token_alone) else 2]:
+        with pytest.raises(error) as raised:
+            call(**(student | pair.teacher() | change))
+        assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
