@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..kernels import Columns, Divergence, LogitTransform, TeacherTile
+from ..kernels import Columns, Divergence, LogitTransform, TeacherTile, visit_bytes
 from .head import FLOATING, Precision
 from .problem import Problem
 
@@ -67,6 +67,9 @@ class Teacher:
     def describe(self, problem: Problem, precision: Precision) -> Problem:
         """`problem` with what the teacher adds."""
         columns = self.columns(problem.vocab_size).teacher
+        known = self.hidden if self.logits is None else self.logits
+        assert known is not None
+        problem = replace(problem, visit_bytes=visit_bytes(self.divergence, known.device))
         if self.logits is not None:
             return problem.beside_logits(columns, self.logits.itemsize)
         assert self.hidden is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence
-from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
+from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
@@ -51,5 +51,6 @@ __all__ = [
     "rotary",
     "scaled_cast",
     "tile_gradient",
+    "visit_bytes",
     "wide_dtype",
 ]

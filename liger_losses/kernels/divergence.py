@@ -41,7 +41,7 @@ class Divergence:
     Of `akl`, `w = sum_head |s_v - t_v| / sum_v |s_v - t_v|`, a constant of each token (1/2 where the two are equal).
     The head is the fewest most probable tokens of `t` whose mass reaches `mu`; tokens as probable as the last of them
     all belong to it. Its tiles are visited by torch operations on every device, some thirty times to find the head: the
-    products are those of the other kinds, the visits are slower than theirs.
+    products are those of the other kinds, the visits are slower than theirs, and take 0.3 GiB on an accelerator.
 
     A probability of 0 (a logit of -inf) is exact: `0 log 0 = 0`, and a KL of something against nothing is +inf. A token
     whose divergence is infinite through the teacher's zeros (reverse KL, Jeffreys, AKL) sends no gradient back.

@@ -28,7 +28,7 @@ from torch import Tensor
 from .dispatch import use_triton
 from .divergence import Divergence
 from .head_mass import head_share
-from .tile_statistics import row_slices
+from .tile_statistics import TWIN_ELEMENTS, row_slices
 from .transform import LogitTransform
 
 _DEVICE_TIMES = 8  # 16 MiB of an fp32 tile at a time
@@ -196,6 +196,12 @@ def divergence_gradient(
         each = factor[rows].unsqueeze(-1)
         gradient = _entries(part, z, slope, target[rows] - first_column, student, tempered)
         out[rows] = torch.where(each != 0, gradient * each, 0).to(out.dtype)
+
+
+def visit_bytes(divergence: Divergence, device: torch.device) -> int:
+    """What `divergence_tile` takes beyond its arguments on an accelerator, for kinds that have the torch form alone."""
+    alone = _without(divergence) is not None and device.type == "cuda"
+    return alone * 17 * _DEVICE_TIMES * TWIN_ELEMENTS * 4  # 17 such fp32 tensors at the peak
 
 
 def _without(divergence: Divergence) -> str | None:

@@ -10,10 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_losses.kernels import Columns, Divergence, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
+from liger_losses.kernels import (
+    Columns,
+    Divergence,
+    DivergenceState,
+    TeacherTile,
+    divergence_gradient,
+    divergence_tile,
+    tile_statistics,
+    visit_bytes,
+)
 from liger_losses.kernels.dispatch import use_triton
 from liger_losses.testing.oracle import rounding_of
 
+from ..chunked.test_cost import Allocations
 from ..distillation_oracle import KINDS, NAMES, label_of, unfused_distillation
 from ..oracle import check_close, largest, transformed
 from .conftest import INTERPRETED
@@ -252,6 +262,21 @@ def test_a_target_out_of_range_is_nan(device: str) -> None:
     got = visit(tile, None, target, TeacherTile(logits), Divergence(hard_weight=1.0), {}).statistics(64)
     assert got["distillation"].isnan().tolist() == [False, True, True, False, False]
     assert not got["divergence"].isnan().any()
+
+
+def test_what_a_visit_takes_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on the CPU, in tensors of a slice."""
+    options, rows = AKL, 4
+    promised = visit_bytes(options, torch.device("cuda"))
+    assert visit_bytes(options, torch.device("cpu")) == visit_bytes(Divergence(), torch.device("cuda")) == 0
+    monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", rows * 512)
+    tile, _, target = make_tile(512, F32, "cpu", bias=False, rows=rows)
+    teacher, out = TeacherTile(teacher_of(tile, 512, aligned=True)), torch.empty_like(tile)
+    state = DivergenceState(rows, NAMES, options, device=tile.device, dtype=F32)
+    with Allocations(tile, teacher.logits, out, target) as seen:
+        divergence_tile(tile, None, target, teacher, state, as_transform({}), Columns.of(512, 512, "shared"), out=out)
+    tensors = promised / (8 * 4 * (1 << 19))
+    assert tensors - 2 <= seen.peak / tile.nbytes <= tensors
 
 
 def test_the_bound_sees_a_gradient_without_its_total(device: str) -> None:
