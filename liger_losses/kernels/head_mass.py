@@ -24,7 +24,7 @@ def head_mask(
     found = torch.zeros(*p.shape[:-1], 1, dtype=integer, device=p.device)
     for bit in reversed(range(bits)):
         tried = found | (1 << bit)
-        reached = torch.where(p >= tried.view(p.dtype), p, 0).sum(-1, keepdim=True) >= mass
+        reached = (p * (p >= tried.view(p.dtype))).sum(-1, keepdim=True) >= mass
         found = torch.where(reached, tried, found)
     return (p >= found.view(p.dtype)) & (p > 0)
 
