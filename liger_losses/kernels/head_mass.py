@@ -17,8 +17,8 @@ def head_mask(
     probability of 0 never does.
 
     Positive floats are ordered as the integers of their bits are: `tau` is found bit by bit, the highest first, each
-    with one pass over the row (30 for fp32, which any number below 2 has). A sort reads the row as often, and holds the
-    order of `V` 64-bit indices beside it.
+    with one sum over the row (30 of them for fp32: so many bits has a number below 2), without the indices that a sort
+    holds beside it.
     """
     bits, integer = (62, torch.int64) if p.dtype == torch.float64 else (30, torch.int32)
     found = torch.zeros(*p.shape[:-1], 1, dtype=integer, device=p.device)
