@@ -138,7 +138,7 @@ def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
 
 
-# What the immediate strategy is an alternative to: cross entropy has it by default, distillation keeps less when cached.
+# What the immediate strategy is an alternative to: it is cross entropy's default, and distillation's is "cached".
 _SEPARABLE = does(*(name for name in FUSED if name not in ("ce", *BETAS)), frozen=False)
 _AS_LIGER: dict[str, Any] = {"budget": peers_budget, "applies": does(*BETAS, frozen=False)}
 _SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does("ce", "dpo", frozen=False)}

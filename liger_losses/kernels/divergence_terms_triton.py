@@ -109,8 +109,8 @@ def mixture_sums(e_s, e_t, log_e_s, kappa, first, c1, c2, c3, c4, c5):
 @triton.jit
 def mixture_total(sum_s, sum_t, beta, kappa, first, c1, c2, c3, c4, c5):
     # JSD's S = (1 - beta) sum s log(s / m), and whether it is known. Let the true kappa, beta sum_s /
-    # ((1 - beta) sum_t), be (1 + h) times the guess. With u = kappa e_t / (e_s + kappa e_t), log m moves by log(1 + u h) = log(1 + h / 2) +
-    # log(1 + q (u - 1/2)), q = h / (1 + h / 2): a series in q / 2, as u is between 0 and 1.
+    # ((1 - beta) sum_t), be (1 + h) times the guess. With u = kappa e_t / (e_s + kappa e_t), log m moves by
+    # log(1 + u h) = log(1 + h / 2) + log(1 + q (u - 1/2)), q = h / (1 + h / 2): a series in q / 2, as u is in [0, 1].
     rest = 1.0 - beta
     h = beta / rest * (sum_s / sum_t) / kappa - 1.0
     q = h / (1.0 + 0.5 * h)
