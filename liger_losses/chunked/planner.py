@@ -186,7 +186,8 @@ def _round_rows(rows: int, p: Problem) -> int:
 
 def _logit_rows(p: Problem) -> list[int]:
     """The choices of rows projected at a time, at these shapes, the largest first."""
-    return sorted({_round_rows(rows, p) for rows in _LOGIT_ROWS}, reverse=True)
+    choices = _LOGIT_ROWS[p.two_heads :]  # a second model's rows cost as much again, for less than 1 % beyond 1,152
+    return sorted({_round_rows(rows, p) for rows in choices}, reverse=True)
 
 
 def _slow_rows(logit_rows: int, p: Problem) -> float:

@@ -309,3 +309,27 @@ def test_fp16_and_in_place(device: str) -> None:
     visit(tile, bias, target, TeacherTile(logits), options, {}, tile)
     assert torch.equal(tile, apart)
     assert apart.isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_whatever_the_first_block_says_of_the_rest(device: str, beta: float) -> None:
+    """JSD's `S` is summed about the ratio of the normalisers in the first block: near it by a series, else once more."""
+    block = 128 if INTERPRETED else 4096
+    vocab, options = 2 * block + 40, Divergence(kind="jsd", beta=beta)
+    generator = torch.Generator().manual_seed(7)
+    tile, logits = (torch.randn(9, vocab, generator=generator).to(device) for _ in range(2))
+    apart = torch.tensor([0.0, 1e-3, 0.1, -0.1, 0.2, -0.3, 0.6, 4.0, -30.0], device=device)
+    logits[:, block:] += apart.unsqueeze(-1)
+    tile[0, :block], logits[1, :block] = -math.inf, -math.inf  # no ratio at all
+    out = torch.full_like(tile, math.nan)
+    target = torch.zeros(9, dtype=torch.int64, device=device)
+    state = visit(tile, None, target, TeacherTile(logits), options, {}, out)
+    raw = tile.double().requires_grad_()
+    s, t = raw.log_softmax(-1), logits.double().log_softmax(-1)
+    m = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))
+    exact = unfused_distillation(raw, logits.double(), target, options)["divergence"]
+    want = torch.autograd.grad(exact.sum(), raw)[0]
+    total = (1 - beta) * torch.where(s > -math.inf, s.exp() * (s - m), 0).sum(-1)
+    torch.testing.assert_close(state.total.double(), total.detach(), rtol=0, atol=3e-6)
+    torch.testing.assert_close(state.value.double(), exact.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=3e-6)
