@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
+from .fastest import torch_is_faster
 from .registration import (
     Operator,
     check_floating,
@@ -53,6 +55,8 @@ def rms_norm(
         TypeError: An input is no floating-point tensor.
     """
     _check(x, weight, offset, casting_mode)
+    if torch_is_faster("rms_norm", x) and _is_torchs(x, weight, offset, casting_mode):
+        return F.rms_norm(x, x.shape[-1:], weight, float(eps))
     normed, _ = _RMSNorm.apply(x, weight, None, float(eps), float(offset), casting_mode)
     return normed
 
@@ -87,6 +91,12 @@ def _check(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -
         raise ValueError(f"casting_mode: got {casting_mode!r}, expected one of {CASTING_MODES}")
     if weight is None and offset:
         raise ValueError(f"offset: got {offset} without a weight, expected 0")
+
+
+def _is_torchs(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -> bool:
+    """Whether torch's operator, which rounds once, to the dtype of `x`, computes it."""
+    rounds_once = casting_mode != "llama" or weight is None or x.dtype == torch.float32
+    return rounds_once and not offset and (weight is None or weight.dtype == x.dtype)
 
 
 def _out_dtype(x: torch.dtype, weight: Tensor | None, casting_mode: str) -> torch.dtype:
