@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_losses.kernels import fused_add_rms_norm, gated_activation, implementation, layer_norm, rms_norm, rotary
+from liger_losses.kernels import (
+    fused_add_rms_norm,
+    gated_activation,
+    implementation,
+    layer_norm,
+    packed_gated_activation,
+    rms_norm,
+    rotary,
+)
 
 from .conftest import INTERPRETED
 
@@ -69,9 +77,14 @@ class Device:
         return GPUTarget("cuda", 90, 32)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     monkeypatch.setattr(launch_triton, "_compiled", {})
     for module in (rms_norm_triton, layer_norm_triton, gated_activation_triton, rotary_triton, rows_triton):
         for kernel in (k for n, k in vars(module).items() if n.endswith("_kernel")):
@@ -120,6 +133,25 @@ def test_the_second_launch_is_the_first(
     assert len(first) == count
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", None)  # nothing is looked up any more
     assert step() == first
+
+
+def test_one_compilation_for_all_lengths(device: Device) -> None:
+    """B38: lengths are run-time arguments, 1 and multiples of 16 among them."""
+
+    def use(length: int) -> int:
+        x, w = torch.ones(2, length, 64, dtype=BF16, requires_grad=True), W.clone().requires_grad_()
+        heads = torch.ones(2, length, 4, 16, dtype=BF16).transpose(1, 2).requires_grad_()
+        table = torch.ones(1, length, 16, dtype=BF16)
+        outs = [
+            rms_norm(x, w), *fused_add_rms_norm(x, x, w), layer_norm(x, w, w), gated_activation(x, x),
+            packed_gated_activation(x), rotary(heads, heads, table, table)[0],
+        ]  # fmt: skip
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+        return len(set(launch_triton._compiled.values()))
+
+    before = use(100)
+    assert before > 0
+    assert {use(length) for length in (1, 16, *range(101, 111))} == {before}
 
 
 def test_other_kinds_of_arguments_are_other_kernels(device: Device) -> None:
