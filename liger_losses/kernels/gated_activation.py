@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, dense_like, differentiable_once, rows_of, wide_dtype
+from .registration import (
+    Operator,
+    check_floating,
+    dense_like,
+    differentiable_once,
+    remember_implementation,
+    rows_of,
+    wide_dtype,
+)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -153,6 +161,7 @@ gated_activation_backward = Operator(
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        remember_implementation(ctx)
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return gated_activation_forward(gate, up, activation)

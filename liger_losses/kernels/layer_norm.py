@@ -24,6 +24,7 @@ from .registration import (
     check_vector,
     dense_like,
     differentiable_once,
+    remember_implementation,
     rows_of,
     wide_dtype,
 )
@@ -157,6 +158,7 @@ layer_norm_backward = Operator(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+        remember_implementation(ctx)
         y, mean, rstd = layer_norm_forward(x, weight, bias, eps, offset)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.offset = offset

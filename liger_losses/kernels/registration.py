@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatch import implementation, requested
+
 
 class _Undifferentiable(torch.autograd.Function):
     @staticmethod
@@ -20,6 +22,11 @@ class _Undifferentiable(torch.autograd.Function):
         raise NotImplementedError("second derivatives are not supported: this gradient has no derivative of its own")
 
 
+def remember_implementation(ctx: Any) -> None:
+    """In `forward`: `backward` will run what was asked for here, though autograd runs it in a thread of the device."""
+    ctx.implementation = None if torch.compiler.is_compiling() else requested()
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` without a derivative: differentiating what it returned raises, whatever the upstream gradient is.
 
@@ -29,6 +36,13 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *upstream: Any) -> Any:
+        asked = getattr(ctx, "implementation", None)
+        if asked is None:
+            return once(ctx, *upstream)
+        with implementation(asked):
+            return once(ctx, *upstream)
+
+    def once(ctx: Any, *upstream: Any) -> Any:
         if not torch.is_grad_enabled():  # all but always; a context manager is no small part of a norm's time
             return backward(ctx, *upstream)
         with torch.no_grad():

@@ -22,6 +22,7 @@ from .registration import (
     check_vector,
     dense_like,
     differentiable_once,
+    remember_implementation,
     rows_of,
     wide_dtype,
 )
@@ -200,6 +201,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, mode: str
     ) -> tuple[Tensor, Tensor | None]:
+        remember_implementation(ctx)
         y, total, rstd = rms_norm_forward(x, weight, residual, eps, offset, mode)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.offset, ctx.mode = offset, mode

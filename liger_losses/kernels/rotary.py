@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, differentiable_once, wide_dtype
+from .registration import Operator, check_floating, differentiable_once, remember_implementation, wide_dtype
 
 LAYOUTS = ("half", "interleaved", "interleaved_to_half")
 TABLES = ("full", "pair")
@@ -146,6 +146,7 @@ class _Rotary(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: str, pair_table: bool, heads_dim: int
     ) -> tuple[Tensor, Tensor | None]:
+        remember_implementation(ctx)
         ctx.save_for_backward(cos, sin)
         ctx.options = layout, pair_table, heads_dim
         ctx.set_materialize_grads(False)
