@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from . import layers, measure, profiling, results
+from liger_losses.kernels import fastest
+
+from . import layer_tables, layers, measure, profiling, results
 from .cases import CASES
 from .ours import IMPLEMENTATIONS
 
@@ -38,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     layer = commands.add_parser("layers", parents=[shared], help="time the layer kernels")
     layer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     layer.add_argument("--repeats", type=int, default=measure.REPEATS)
+    layer.add_argument(
+        "--tables", action="store_true", help="write the table of where torch's norms are faster instead"
+    )
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -116,6 +121,26 @@ def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 1 if failures else 0
 
 
+def _tables(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    chosen = [name for name in fastest.OPERATIONS if not options.case or any(part in name for part in options.case)]
+    if not chosen:
+        return _refuse(f"no operation has such a name; there are {', '.join(fastest.OPERATIONS)}")
+    folder = fastest.FOLDER if options.out == results.RESULTS else options.out
+    # A table of a CPU would be obeyed there, where nobody trains.
+    if device.type != "cuda" and folder == fastest.FOLDER:
+        return _refuse("tables are for GPUs; on a CPU, check the harness itself with --out")
+    sizes = {} if device.type == "cuda" else {"rows": (2,), "widths": (2,)}
+    table = {"device": record["environment"]["device"], **record, "entries": []}
+    for group in layer_tables.entries(chosen, device, **sizes):
+        table["entries"] += group
+        # After every group: a run cut short keeps what it measured.
+        path = results.save_table(table, folder)
+        print(layer_tables.summary(group), flush=True)
+    print(f"\nwritten: {path.name}")
+    return 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -135,6 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
     command = {"run": _run, "profile": _profile, "layers": _layers}[options.command]
+    if options.command == "layers" and options.tables:
+        command = _tables
     return command(options, _record(options, arguments))
 
 

@@ -54,11 +54,24 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, An
     }
 
 
+def _slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
 def save(record: dict[str, Any], folder: Path, kind: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    device = re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
-    path = folder / f"{device}-{record['environment']['date']}{kind}.json"
+    path = folder / f"{_slug(record['environment']['device'])}-{record['environment']['date']}{kind}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def save_table(table: dict[str, Any], folder: Path) -> Path:
+    """A device has one table; an entry is a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{_slug(table['device'])}.json"
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "entries"]
+    rows = ",\n  ".join(json.dumps(entry) for entry in table["entries"])
+    path.write_text("{\n" + ",\n".join([*lines, f' "entries": [\n  {rows}\n ]']) + "\n}\n")
     return path
 
 

@@ -2,6 +2,8 @@
 
 `model(..., labels=labels, fused_lm_head=True)` answers with per-token log-probabilities instead of logits. The keyword
 and the names in the answer are those of TRL's fused head, so trainers that ask for it need no change.
+
+`fuse_layers`, which is `liger_losses.integrations.layers`'s, does for a model's layers what this does for its head.
 """
 
 from __future__ import annotations
@@ -20,8 +22,19 @@ from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._head import check_head, head_options, output_head
 from liger_losses.integrations._scoring import DIFFERENTIABLE, STATISTICS, FusedHead, FusedHeadOutput, score
 from liger_losses.integrations._verify import verify_log_probs, verify_loss
+from liger_losses.integrations.layers import LayerReport, fuse_layers, unfuse_layers
 
-__all__ = ["FusedHead", "FusedHeadOutput", "FusedLossOutput", "fuse_head", "fuse_model", "unfuse_head"]
+__all__ = [
+    "FusedHead",
+    "FusedHeadOutput",
+    "FusedLossOutput",
+    "LayerReport",
+    "fuse_head",
+    "fuse_layers",
+    "fuse_model",
+    "unfuse_head",
+    "unfuse_layers",
+]
 
 _RECORD = "_liger_fused_head"
 

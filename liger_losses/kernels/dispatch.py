@@ -19,10 +19,11 @@ _requested: contextvars.ContextVar[Implementation | None] = contextvars.ContextV
 
 @contextlib.contextmanager
 def implementation(name: Implementation) -> Iterator[None]:
-    """Run the tile kernels inside the block with implementation `name`, or raise: a request never falls back silently.
+    """Run the kernels inside the block with implementation `name`, or raise: a request never falls back silently.
 
     Args:
-        name: `"torch"` or `"triton"`. `"triton"` on CPU tensors needs Triton's interpreter (`TRITON_INTERPRET=1`).
+        name: `"torch"` (the twin of a kernel, which tests compare it with) or `"triton"`, which on CPU tensors needs
+            Triton's interpreter (`TRITON_INTERPRET=1`).
     """
     if name not in ("torch", "triton"):
         raise ValueError(f"implementation: got {name!r}, expected 'torch' or 'triton'")
@@ -33,6 +34,11 @@ def implementation(name: Implementation) -> Iterator[None]:
         yield
     finally:
         _requested.reset(token)
+
+
+def requested() -> Implementation | None:
+    """What `implementation` asks for here."""
+    return _requested.get()
 
 
 @functools.cache

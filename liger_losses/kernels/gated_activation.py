@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, differentiable_once, rows_of, wide_dtype
+from .registration import (
+    Operator,
+    check_floating,
+    dense_like,
+    differentiable_once,
+    remember_implementation,
+    rows_of,
+    wide_dtype,
+)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -76,27 +84,26 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
     dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-    y = torch.empty((*gate.shape[:-1], width), dtype=dtype, device=gate.device)
+    y = dense_like(gate, dtype) if up is not None else gate.new_empty((*gate.shape[:-1], width))
     if y.numel() == 0:
         return y
     g, u = _halves(gate, up)
     if dtype != torch.float64 and use_triton(gate):
         from .gated_activation_triton import forward_triton
 
-        forward_triton(g, u, y.view(-1, width), activation)
+        forward_triton(g, u, y, activation)
         return y
     wide = wide_dtype(dtype)
     y.view(-1, width).copy_(_activated(g.to(wide), activation) * u.to(wide))
     return y
 
 
-def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = gate.new_empty(0) if up is None else torch.empty(up.shape, dtype=up.dtype, device=up.device)
+def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    dgate, dup = dense_like(gate), None if up is None else dense_like(up)
     if dy.numel() == 0:
         return dgate, dup
     g, u = _halves(gate, up)
-    dg, du = _halves(dgate, None if up is None else dup)
+    dg, du = _halves(dgate, dup)
     sent = rows_of(dy)
     if dy.dtype != torch.float64 and use_triton(gate):
         from .gated_activation_triton import backward_triton
@@ -154,6 +161,7 @@ gated_activation_backward = Operator(
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        remember_implementation(ctx)
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return gated_activation_forward(gate, up, activation)

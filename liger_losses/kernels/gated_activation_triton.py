@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .gated_activation import ACTIVATIONS
-from .rows_triton import aligned_size, eight_aligned
+from .launch_triton import launch
+from .rows_triton import aligned_size, cdiv, eight_aligned
 
 _BLOCK = 2048
 _WARPS = 8
@@ -75,39 +75,35 @@ def _backward_kernel(
     tl.store(dgate_ptr + row * dgate_stride + column, (dy * u * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
-def _as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Dense rows are one long row: no block is cut short at a row's end."""
+def _rows_and_width(rows: Tensor, *tensors: Tensor) -> tuple[int, int, bool]:
+    """Of the grid, and whether rows are on 16-byte boundaries. Dense rows are one long row: no block is cut short."""
     if all(t.is_contiguous() for t in tensors):
-        return tuple(t.view(1, -1) for t in tensors)
-    return tensors
+        count = rows.numel()
+        return 1, count, count % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+    return rows.shape[0], rows.shape[1], eight_aligned(rows.shape[1], *tensors)
 
 
 def forward_triton(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> None:
-    gate, up, y = _as_one_row(gate, up, y)
-    rows, width = y.shape
-    blocks = triton.cdiv(width, _BLOCK)
-    with torch.cuda.device_of(y):
-        _forward_kernel[(rows * blocks,)](
-            gate,
-            gate.stride(0),
-            up,
-            up.stride(0),
-            y,
-            width,
-            blocks,
-            ACTIVATION=ACTIVATIONS.index(activation),
-            ALIGNED=eight_aligned(width, gate, up, y),
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+    rows, width, aligned = _rows_and_width(gate, gate, up, y)
+    blocks = cdiv(width, _BLOCK)
+    launch(
+        _forward_kernel,
+        rows * blocks,
+        (gate, gate.stride(0), up, up.stride(0), y, width, blocks),
+        _WARPS,
+        ACTIVATION=ACTIVATIONS.index(activation),
+        ALIGNED=aligned,
+        BLOCK=_BLOCK,
+    )
 
 
 def backward_triton(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
-    dy, gate, up, dgate, dup = _as_one_row(dy, gate, up, dgate, dup)
-    rows, width = dy.shape
-    blocks = triton.cdiv(width, _BLOCK)
-    with torch.cuda.device_of(dy):
-        _backward_kernel[(rows * blocks,)](
+    rows, width, aligned = _rows_and_width(dy, dy, gate, up, dgate, dup)
+    blocks = cdiv(width, _BLOCK)
+    launch(
+        _backward_kernel,
+        rows * blocks,
+        (
             dy,
             dy.stride(0),
             gate,
@@ -120,8 +116,9 @@ def backward_triton(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
             dup.stride(0),
             width,
             blocks,
-            ACTIVATION=ACTIVATIONS.index(activation),
-            ALIGNED=eight_aligned(width, dy, gate, up, dgate, dup),
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+        ),
+        _WARPS,
+        ACTIVATION=ACTIVATIONS.index(activation),
+        ALIGNED=aligned,
+        BLOCK=_BLOCK,
+    )

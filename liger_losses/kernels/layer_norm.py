@@ -13,10 +13,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, check_vector, differentiable_once, rows_of, wide_dtype
+from .fastest import torch_is_faster
+from .registration import (
+    Operator,
+    check_floating,
+    check_vector,
+    dense_like,
+    differentiable_once,
+    remember_implementation,
+    rows_of,
+    wide_dtype,
+)
 
 
 def layer_norm(
@@ -49,22 +60,24 @@ def layer_norm(
     check_vector("bias", bias, x.shape[-1])
     if weight is None and offset:
         raise ValueError(f"offset: got {offset} without a weight, expected 0")
+    same = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
+    if same and not offset and torch_is_faster("layer_norm", x):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, float(eps))
     return _LayerNorm.apply(x, weight, bias, float(eps), float(offset))
 
 
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = rows_of(x)
-    wide = wide_dtype(x.dtype)
-    mean, rstd = (torch.empty(rows.shape[0], dtype=wide, device=x.device) for _ in range(2))
+    y, rows, wide = dense_like(x), rows_of(x), wide_dtype(x.dtype)
+    mean = x.new_empty(rows.shape[0], dtype=wide)
+    rstd = torch.empty_like(mean)
     if x.numel() == 0:
         return y, mean, rstd
     if use_triton(x):
         from .layer_norm_triton import forward_triton
 
-        forward_triton(rows, weight, bias, y.view(rows.shape), mean, rstd, eps, offset)
+        forward_triton(rows, weight, bias, y, mean, rstd, eps, offset)
         return y, mean, rstd
     exact = rows.to(wide)
     mean.copy_(exact.mean(-1))
@@ -86,26 +99,26 @@ def _backward(
     offset: float,
     needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw, db = _empty_like(weight, needs_weight, x), _empty_like(bias, needs_bias, x)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dx = dense_like(x)
+    dw = torch.empty_like(weight) if needs_weight and weight is not None else None
+    db = torch.empty_like(bias) if needs_bias and bias is not None else None
     if x.numel() == 0:
-        return dx, dw.zero_(), db.zero_()
+        return dx, None if dw is None else dw.zero_(), None if db is None else db.zero_()
     rows, sent = rows_of(x), rows_of(dy)
     if use_triton(x):
         from .layer_norm_triton import backward_triton
 
-        backward_triton(sent, rows, weight, mean, rstd, dx.view(rows.shape), dw if needs_weight else None,
-                        db if needs_bias else None, offset)  # fmt: skip
+        backward_triton(sent, rows, weight, mean, rstd, dx, dw, db, offset)
         return dx, dw, db
     wide, scale = rstd.dtype, rstd.unsqueeze(-1)
     sent, xhat = sent.to(wide), (rows.to(wide) - mean.unsqueeze(-1)) * scale
     m = sent if weight is None else sent * (offset + weight.to(wide))
     gradient = m - m.mean(-1, keepdim=True) - xhat * (m * xhat).mean(-1, keepdim=True)
     dx.view(rows.shape).copy_(scale * gradient)
-    if needs_weight:
+    if dw is not None:
         dw.copy_((sent * xhat).sum(0))
-    if needs_bias:
+    if db is not None:
         db.copy_(sent.sum(0))
     return dx, dw, db
 
@@ -145,6 +158,7 @@ layer_norm_backward = Operator(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+        remember_implementation(ctx)
         y, mean, rstd = layer_norm_forward(x, weight, bias, eps, offset)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.offset = offset

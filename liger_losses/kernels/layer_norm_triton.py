@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_triton import launch
 from .rows_triton import (
     TILE,
     WALK,
     WIDEST,
     WIDEST_BACKWARD,
     aligned_size,
+    cdiv,
     eight_aligned,
     processors,
     sum_partials,
@@ -185,8 +187,10 @@ def forward_triton(
     wide = width > WIDEST
     block_rows, block = (1, WALK) if wide else tile_shape(width)
     kernel = _forward_wide_kernel if wide else _forward_kernel
-    with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(rows, block_rows),)](
+    launch(
+        kernel,
+        cdiv(rows, block_rows),
+        (
             x,
             x.stride(0),
             x if weight is None else weight,
@@ -198,13 +202,14 @@ def forward_triton(
             width,
             eps,
             offset,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            ALIGNED=eight_aligned(width, x, weight, bias),
-            ROWS=block_rows,
-            BLOCK=block,
-            num_warps=warps(block_rows * block),
-        )
+        ),
+        warps(block_rows * block),
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        ALIGNED=eight_aligned(width, x, weight, bias),
+        ROWS=block_rows,
+        BLOCK=block,
+    )
 
 
 def backward_triton(
@@ -214,11 +219,13 @@ def backward_triton(
     rows, width = x.shape
     wide = width > WIDEST_BACKWARD
     block_rows, block = (1, WALK) if wide else tile_shape(width)
-    programs = min(triton.cdiv(rows, block_rows), max(1, 2 * TILE // (block_rows * block)) * processors(x.device))
+    programs = min(cdiv(rows, block_rows), max(1, 2 * TILE // (block_rows * block)) * processors(x.device))
     partial = torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
     kernel = _backward_wide_kernel if wide else _backward_kernel
-    with torch.cuda.device_of(x):
-        kernel[(programs,)](
+    launch(
+        kernel,
+        programs,
+        (
             dy,
             dy.stride(0),
             x,
@@ -232,14 +239,15 @@ def backward_triton(
             rows,
             width,
             offset,
-            HAS_WEIGHT=weight is not None,
-            NEEDS_WEIGHT=dw is not None,
-            NEEDS_BIAS=db is not None,
-            ALIGNED=eight_aligned(width, dy, x, weight),
-            ROWS=block_rows,
-            BLOCK=block,
-            num_warps=warps(block_rows * block),
-        )
-        for sums, out in ((partial[0], dw), (partial[1], db)):
-            if out is not None:
-                sum_partials(sums, out)
+        ),
+        warps(block_rows * block),
+        HAS_WEIGHT=weight is not None,
+        NEEDS_WEIGHT=dw is not None,
+        NEEDS_BIAS=db is not None,
+        ALIGNED=eight_aligned(width, dy, x, weight),
+        ROWS=block_rows,
+        BLOCK=block,
+    )
+    for sums, out in ((partial[0], dw), (partial[1], db)):
+        if out is not None:
+            sum_partials(sums, out)

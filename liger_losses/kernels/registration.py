@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatch import implementation, requested
+
 
 class _Undifferentiable(torch.autograd.Function):
     @staticmethod
@@ -20,6 +22,11 @@ class _Undifferentiable(torch.autograd.Function):
         raise NotImplementedError("second derivatives are not supported: this gradient has no derivative of its own")
 
 
+def remember_implementation(ctx: Any) -> None:
+    """In `forward`: `backward` will run what was asked for here, though autograd runs it in a thread of the device."""
+    ctx.implementation = None if torch.compiler.is_compiling() else requested()
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` without a derivative: differentiating what it returned raises, whatever the upstream gradient is.
 
@@ -29,9 +36,18 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *upstream: Any) -> Any:
+        asked = getattr(ctx, "implementation", None)
+        if asked is None:
+            return once(ctx, *upstream)
+        with implementation(asked):
+            return once(ctx, *upstream)
+
+    def once(ctx: Any, *upstream: Any) -> Any:
+        if not torch.is_grad_enabled():  # all but always; a context manager is no small part of a norm's time
+            return backward(ctx, *upstream)
         with torch.no_grad():
             found = backward(ctx, *upstream)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return found
 
         def sealed(gradient: Tensor | None) -> Tensor | None:
@@ -49,18 +65,29 @@ _LIBRARY = torch.library.Library("liger_losses", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def whole(first: Tensor, *others: Any) -> Any:
+        found = implementation(first, *others)
+        if isinstance(found, tuple):
+            return tuple(first.new_empty(0) if result is None else result for result in found)
+        return found
+
+    return whole
+
+
 class Operator:
     """`liger_losses::name`, without a derivative of its own: an `autograd.Function` calls one forward and one backward.
 
     A norm takes less time on a device than the dispatcher's detour through Python takes on the host. So plain tensors
     outside a trace go straight to the implementation, and everything else (tracing, fake tensors, subclasses) through
-    the operator.
+    the operator. Where the implementation has None for a result, the operator, whose schema has no name for that, has a
+    tensor of no elements.
     """
 
     def __init__(self, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _without_none(implementation), "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_losses::{name}", fake, lib=_LIBRARY)
         self.op = getattr(torch.ops.liger_losses, name).default
         self.implementation = implementation
@@ -72,9 +99,16 @@ class Operator:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """`[..., H]` as `[rows, H]` with neighbours in memory along H: a view where there is one."""
+    """`[..., H]` as `[rows, H]` with neighbours in memory along H: itself or a view, where there is one."""
+    if tensor.dim() == 2 and tensor.stride(1) == 1:
+        return tensor
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.shape[-1] else tensor.new_empty(0, 0)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, contiguous. (The quickest of torch's ways to one.)"""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:

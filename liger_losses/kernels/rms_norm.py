@@ -11,10 +11,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, check_vector, differentiable_once, rows_of, wide_dtype
+from .fastest import torch_is_faster
+from .registration import (
+    Operator,
+    check_floating,
+    check_vector,
+    dense_like,
+    differentiable_once,
+    remember_implementation,
+    rows_of,
+    wide_dtype,
+)
 
 # Where the three conventions in use round; everything else is fp32. llama: `xhat` is rounded to the dtype of `x`, the
 # product has the promoted dtype. gemma: one rounding, to the dtype of `x`. none: one rounding, to the promoted dtype.
@@ -45,6 +56,8 @@ def rms_norm(
         TypeError: An input is no floating-point tensor.
     """
     _check(x, weight, offset, casting_mode)
+    if torch_is_faster("rms_norm", x) and _is_torchs(x, weight, offset, casting_mode):
+        return F.rms_norm(x, x.shape[-1:], weight, float(eps))
     normed, _ = _RMSNorm.apply(x, weight, None, float(eps), float(offset), casting_mode)
     return normed
 
@@ -81,31 +94,36 @@ def _check(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -
         raise ValueError(f"offset: got {offset} without a weight, expected 0")
 
 
+def _is_torchs(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -> bool:
+    """Whether torch's operator, which rounds once, to the dtype of `x`, computes it."""
+    rounds_once = casting_mode != "llama" or weight is None or x.dtype == torch.float32
+    return rounds_once and not offset and (weight is None or weight.dtype == x.dtype)
+
+
 def _out_dtype(x: torch.dtype, weight: Tensor | None, casting_mode: str) -> torch.dtype:
     return x if weight is None or casting_mode == "gemma" else torch.promote_types(x, weight.dtype)
 
 
 def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, casting_mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Result, sum with the residual if there is one, and reciprocal root mean square of each row."""
     total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y = torch.empty(x.shape, dtype=_out_dtype(total_dtype, weight, casting_mode), device=x.device)
+    y = dense_like(x, _out_dtype(total_dtype, weight, casting_mode))
     rows = rows_of(x)
     wide = wide_dtype(total_dtype, y.dtype)
-    rstd = torch.empty(rows.shape[0], dtype=wide, device=x.device)
-    total = torch.empty(x.shape if residual is not None else 0, dtype=total_dtype, device=x.device)
+    rstd = x.new_empty(rows.shape[0], dtype=wide)
+    total = None if residual is None else dense_like(x, total_dtype)
     if x.numel() == 0:
         return y, total, rstd
-    flat_total = None if residual is None else total.view(rows.shape)
     flat_residual = None if residual is None else rows_of(residual)
     if wide != torch.float64 and use_triton(x):
         from .rms_norm_triton import forward_triton
 
-        forward_triton(rows, flat_residual, weight, y.view(rows.shape), flat_total, rstd, eps, offset,
-                       casting_mode == "llama")  # fmt: skip
+        forward_triton(rows, flat_residual, weight, y, total, rstd, eps, offset, casting_mode == "llama")
         return y, total, rstd
-    if flat_total is not None and flat_residual is not None:
-        rows = torch.add(rows, flat_residual, out=flat_total)
+    if total is not None and flat_residual is not None:
+        rows = torch.add(rows, flat_residual, out=total.view(rows.shape))
     exact = rows.to(wide)
     rstd.copy_(torch.rsqrt(exact.pow(2).mean(-1) + eps))
     xhat = exact * rstd.unsqueeze(-1)
@@ -124,32 +142,27 @@ def _backward(
     offset: float,
     casting_mode: str,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+) -> tuple[Tensor, Tensor | None]:
+    dx = dense_like(x)
     if x.numel() == 0:
-        return dx, _empty_like(weight, needs_weight, x).zero_()
+        return dx, torch.zeros_like(weight) if needs_weight and weight is not None else None
     rows = rows_of(x)
     sent, sent_total = rows_of(dy), None if dtotal is None else rows_of(dtotal)
     if rstd.dtype != torch.float64 and use_triton(x):
         from .rms_norm_triton import backward_triton
 
-        dw = backward_triton(sent, sent_total, rows, weight, rstd, dx.view(rows.shape), offset,
-                             casting_mode == "llama", needs_weight)  # fmt: skip
-        return dx, x.new_empty(0) if dw is None else dw
+        dw = backward_triton(sent, sent_total, rows, weight, rstd, dx, offset, casting_mode == "llama", needs_weight)
+        return dx, dw
     wide = rstd.dtype
     scale = rstd.unsqueeze(-1)
     sent, xhat = sent.to(wide), rows.to(wide) * scale
     m = sent if weight is None else sent * (offset + weight.to(wide))
     gradient = scale * (m - xhat * (m * xhat).mean(-1, keepdim=True))
     dx.view(rows.shape).copy_(gradient if sent_total is None else gradient + sent_total.to(wide))
-    dw = _empty_like(weight, needs_weight, x)
-    if needs_weight:
-        dw.copy_((sent * (xhat.to(x.dtype).to(wide) if casting_mode == "llama" else xhat)).sum(0))
-    return dx, dw
-
-
-def _empty_like(weight: Tensor | None, needed: bool, x: Tensor) -> Tensor:
-    return torch.empty_like(weight) if needed and weight is not None else x.new_empty(0)
+    if not needs_weight or weight is None:
+        return dx, None
+    xhat = xhat.to(x.dtype).to(wide) if casting_mode == "llama" else xhat
+    return dx, (sent * xhat).sum(0).to(weight.dtype)
 
 
 def _fake_forward(
@@ -166,7 +179,7 @@ def _fake_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float,
     casting_mode: str, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), _empty_like(weight, needs_weight, x)
+    return x.new_empty(x.shape), torch.empty_like(weight) if needs_weight and weight is not None else x.new_empty(0)
 
 
 rms_norm_forward = Operator(
@@ -188,6 +201,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, mode: str
     ) -> tuple[Tensor, Tensor | None]:
+        remember_implementation(ctx)
         y, total, rstd = rms_norm_forward(x, weight, residual, eps, offset, mode)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.offset, ctx.mode = offset, mode
@@ -208,9 +222,10 @@ class _RMSNorm(torch.autograd.Function):
             dx, dw = rms_norm_backward(dy, dtotal, x, weight, rstd, ctx.offset, ctx.mode, needs_weight)
         if dx is None:
             return None, None, None, None, None, None
+        needs_x, _, needs_residual, *_ = ctx.needs_input_grad
         return (
-            dx.to(x_dtype) if ctx.needs_input_grad[0] else None,
+            dx.to(x_dtype) if needs_x else None,
             dw if needs_weight else None,
-            dx.to(residual_dtype) if residual_dtype is not None and ctx.needs_input_grad[2] else None,
+            dx.to(residual_dtype) if residual_dtype is not None and needs_residual else None,
             None, None, None,
         )  # fmt: skip

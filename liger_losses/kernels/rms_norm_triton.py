@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_triton import launch
 from .rows_triton import (
     TILE,
     WALK,
     WIDEST,
     WIDEST_BACKWARD,
     aligned_size,
+    cdiv,
     eight_aligned,
     processors,
     sum_partials,
@@ -202,8 +204,10 @@ def forward_triton(
     wide = width > WIDEST
     block_rows, block = (1, WALK) if wide else tile_shape(width)
     kernel = _forward_wide_kernel if wide else _forward_kernel
-    with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(rows, block_rows),)](
+    launch(
+        kernel,
+        cdiv(rows, block_rows),
+        (
             x,
             x.stride(0),
             x if residual is None else residual,
@@ -216,14 +220,15 @@ def forward_triton(
             width,
             eps,
             offset,
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            ROUND=round_normed,
-            ALIGNED=eight_aligned(width, x, residual, weight),
-            ROWS=block_rows,
-            BLOCK=block,
-            num_warps=warps(block_rows * block),
-        )
+        ),
+        warps(block_rows * block),
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        ROUND=round_normed,
+        ALIGNED=eight_aligned(width, x, residual, weight),
+        ROWS=block_rows,
+        BLOCK=block,
+    )
 
 
 def backward_triton(
@@ -236,11 +241,13 @@ def backward_triton(
     needs_weight = needs_weight and weight is not None
     # As many programs as are resident at once: two of a tile of 4096, whose rows take half of the registers each.
     per_processor = max(1, 2 * TILE // (block_rows * block))
-    programs = min(triton.cdiv(rows, block_rows), per_processor * processors(x.device))
+    programs = min(cdiv(rows, block_rows), per_processor * processors(x.device))
     partial = torch.empty(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
     kernel = _backward_wide_kernel if wide else _backward_kernel
-    with torch.cuda.device_of(x):
-        kernel[(programs,)](
+    launch(
+        kernel,
+        programs,
+        (
             dy,
             dy.stride(0),
             x if dtotal is None else dtotal,
@@ -254,15 +261,16 @@ def backward_triton(
             rows,
             width,
             offset,
-            HAS_DTOTAL=dtotal is not None,
-            HAS_WEIGHT=weight is not None,
-            NEEDS_WEIGHT=needs_weight,
-            ROUND=round_normed,
-            ALIGNED=eight_aligned(width, dy, dtotal, x, weight),
-            ROWS=block_rows,
-            BLOCK=block,
-            num_warps=warps(block_rows * block),
-        )
-        if not needs_weight or weight is None:
-            return None
-        return sum_partials(partial, torch.empty_like(weight))
+        ),
+        warps(block_rows * block),
+        HAS_DTOTAL=dtotal is not None,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_WEIGHT=needs_weight,
+        ROUND=round_normed,
+        ALIGNED=eight_aligned(width, dy, dtotal, x, weight),
+        ROWS=block_rows,
+        BLOCK=block,
+    )
+    if not needs_weight or weight is None:
+        return None
+    return sum_partials(partial, torch.empty_like(weight))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, differentiable_once, wide_dtype
+from .registration import Operator, check_floating, differentiable_once, remember_implementation, wide_dtype
 
 LAYOUTS = ("half", "interleaved", "interleaved_to_half")
 TABLES = ("full", "pair")
@@ -87,7 +87,7 @@ def _check_heads(name: str, tensor: Tensor, cos: Tensor, width: int, layout: str
 
 def _rotate(
     x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: str, pair_table: bool, heads_dim: int, inverse: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """`inverse` applies the transposed map, which is the backward."""
     inputs = [x] if k is None else [x, k]
     outputs = [torch.empty_like(t) for t in inputs]
@@ -99,7 +99,7 @@ def _rotate(
     else:
         for t, out in zip(inputs, outputs, strict=True):
             _rotate_twin(t, out, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim), layout, pair_table, inverse)
-    return outputs[0], outputs[1] if k is not None else x.new_empty(0)
+    return outputs[0], outputs[1] if k is not None else None
 
 
 def _rotate_twin(
@@ -146,6 +146,7 @@ class _Rotary(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: str, pair_table: bool, heads_dim: int
     ) -> tuple[Tensor, Tensor | None]:
+        remember_implementation(ctx)
         ctx.save_for_backward(cos, sin)
         ctx.options = layout, pair_table, heads_dim
         ctx.set_materialize_grads(False)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows_triton import aligned_size
+from .launch_triton import launch
+from .rows_triton import aligned_size, power_of_2
 
 _ELEMENTS = 4096  # of a tile of heads
 
@@ -140,13 +141,15 @@ def rotate_triton(
     q, q_out, k, k_out = inputs[0], targets[0], inputs[-1], targets[-1]
     batch, length, size = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]
     width = cos.shape[-1] * (2 if pair_table else 1)
-    pairs = triton.next_power_of_2(max(1, width // 2))
-    rest = 0 if width == size else triton.next_power_of_2(size - width)
+    pairs = power_of_2(max(1, width // 2))
+    rest = 0 if width == size else power_of_2(size - width)
     most = max(t.shape[heads_dim] for t in inputs)
-    heads = min(triton.next_power_of_2(most), max(1, _ELEMENTS // (2 * pairs)))
+    heads = min(power_of_2(most), max(1, _ELEMENTS // (2 * pairs)))
     read, write = layout != "half", layout == "interleaved"
-    with torch.cuda.device_of(q):
-        _rotary_kernel[(batch * length,)](
+    launch(
+        _rotary_kernel,
+        batch * length,
+        (
             q,
             q_out,
             k,
@@ -166,18 +169,19 @@ def rotate_triton(
             cos.stride(1),
             0 if sin.shape[0] == 1 else sin.stride(0),
             sin.stride(1),
-            HAS_K=len(inputs) == 2,
-            READ_INTERLEAVED=write if inverse else read,
-            WRITE_INTERLEAVED=read if inverse else write,
-            PAIR_TABLE=pair_table,
-            TABLE_INTERLEAVED=layout == "interleaved",
-            INVERSE=inverse,
-            ALIGNED=width % 16 == 0 and all(_is_aligned(t) for t in (*inputs, *targets)),
-            REST=rest,
-            HEADS=heads,
-            PAIRS=pairs,
-            num_warps=4,
-        )
+        ),
+        4,
+        HAS_K=len(inputs) == 2,
+        READ_INTERLEAVED=write if inverse else read,
+        WRITE_INTERLEAVED=read if inverse else write,
+        PAIR_TABLE=pair_table,
+        TABLE_INTERLEAVED=layout == "interleaved",
+        INVERSE=inverse,
+        ALIGNED=width % 16 == 0 and all(_is_aligned(t) for t in (*inputs, *targets)),
+        REST=rest,
+        HEADS=heads,
+        PAIRS=pairs,
+    )
     for target, out in zip(targets, outputs, strict=True):
         if target is not out:
             out.copy_(target)

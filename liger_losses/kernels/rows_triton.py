@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_triton import launch
+
 # Columns of a row that registers have room for; backward holds the row that comes next and the weight's gradient too.
 WIDEST, WIDEST_BACKWARD = 16384, 8192
 TILE = 4096  # elements of a program's tile of narrow rows
@@ -21,9 +23,19 @@ _COLUMNS = 32
 _PARTS = 64
 
 
+def cdiv(count: int, size: int) -> int:
+    # Triton's own is a device function, which the host runs slowly.
+    return -(-count // size)
+
+
+def power_of_2(size: int) -> int:
+    """The next one, from 1 up."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def tile_shape(width: int) -> tuple[int, int]:
     """Rows and columns of a program's tile; whole rows."""
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     return max(1, TILE // block), block
 
 
@@ -34,9 +46,12 @@ def warps(elements: int) -> int:
 
 def eight_aligned(width: int, *tensors: Tensor | None) -> bool:
     """Whether all rows begin on 16-byte boundaries and hold whole groups of 8 elements."""
-    return width % 8 == 0 and all(
-        t is None or (t.data_ptr() % 16 == 0 and (t.dim() == 1 or t.stride(0) % 8 == 0)) for t in tensors
-    )
+    if width % 8:
+        return False
+    for tensor in tensors:
+        if tensor is not None and (tensor.data_ptr() % 16 or (tensor.dim() > 1 and tensor.stride(0) % 8)):
+            return False
+    return True
 
 
 @functools.cache
@@ -68,7 +83,5 @@ def _sum_kernel(partial_ptr, out_ptr, parts, width, COLUMNS: tl.constexpr, PARTS
 def sum_partials(partial: Tensor, out: Tensor) -> Tensor:
     """`out [H] = sum of partial [P, H]` (fp32), rounded once."""
     parts, width = partial.shape
-    _sum_kernel[(triton.cdiv(width, _COLUMNS),)](
-        partial, out, parts, width, COLUMNS=_COLUMNS, PARTS=_PARTS, num_warps=4
-    )
+    launch(_sum_kernel, cdiv(width, _COLUMNS), (partial, out, parts, width), 4, COLUMNS=_COLUMNS, PARTS=_PARTS)
     return out

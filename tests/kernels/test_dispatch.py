@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import threading
+from typing import Any
+
 import pytest
 import torch
 
+from liger_losses import kernels
 from liger_losses.kernels import LogitTransform, dispatch, implementation
 from liger_losses.kernels.dispatch import use_triton
 
@@ -34,6 +40,28 @@ def test_a_request_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_triton_installed", lambda: False)
     with pytest.raises(RuntimeError, match="triton is not installed"):
         implementation("triton").__enter__()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gated_activation", "rotary"])
+def test_a_request_reaches_backward_in_another_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose backward autograd runs in a thread of its own, where the block is not known of."""
+    x = torch.ones(2, 3, 4, 8, requires_grad=True)
+    y: Any = {
+        "rms_norm": lambda: kernels.rms_norm(x),
+        "layer_norm": lambda: kernels.layer_norm(x),
+        "gated_activation": lambda: kernels.gated_activation(x, x),
+        "rotary": lambda: kernels.rotary(x, None, x[0].detach()[:1, :, :], x[0].detach()[:1, :, :])[0],
+    }[name]
+    seen: list[str | None] = []
+    module = importlib.import_module(f"liger_losses.kernels.{name}")
+    monkeypatch.setattr(module, "use_triton", lambda _: seen.append(dispatch.requested()))
+    for request in (implementation("torch"), contextlib.nullcontext()):
+        with request:
+            out = y()
+        thread = threading.Thread(target=out.sum().backward)
+        thread.start()
+        thread.join()
+    assert seen == ["torch", "torch", None, None]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_losses.kernels import ACTIVATIONS, gated_activation, packed_gated_activation
 
-from .test_norms import BF16, F16, F32, check, make
+from .test_norms import BF16, F16, F32, WIDTHS, check, make
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -28,6 +28,12 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 def test_two_tensors(device: str, activation: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     gate, up = ((3 * make(*shape, dtype=dtype, device=device, seed=i).detach()).requires_grad_() for i in range(2))
     check(lambda g, u: gated_activation(g, u, activation), lambda g, u: PLAIN[activation](g) * u, [gate, up], terms=8)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(device: str, width: int) -> None:
+    gate, up = (make(3, width, dtype=F32, device=device, seed=i) for i in range(2))
+    check(gated_activation, lambda g, u: F.silu(g) * u, [gate, up], terms=8)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -164,6 +164,18 @@ def test_a_shared_gradient_arrives_unharmed(device: str) -> None:
         )
 
 
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_backward_twice(device: str, norm: Callable[..., Tensor]) -> None:
+    """B31: what is saved for backward is the caller's, and stays."""
+    x, w = make(5, 33, dtype=F32, device=device), make(33, dtype=F32, device=device, seed=1)
+    y = norm(x, w)
+    kept = y.detach().clone()
+    first = torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True)
+    second = torch.autograd.grad(y.square().sum(), (x, w))
+    assert all(torch.equal(f, s) for f, s in zip(first, second, strict=True))
+    assert torch.equal(y, kept)
+
+
 def test_only_requested_gradients(device: str) -> None:
     x, w = make(4, 8, dtype=F32, device=device), make(8, dtype=F32, device=device)
     assert torch.autograd.grad(rms_norm(x.detach(), w).sum(), w)[0].shape == (8,)
