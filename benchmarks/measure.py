@@ -18,14 +18,14 @@ from .oracle import Truth, allowed, errors, truth, within
 
 WARM_UPS = 3  # the gate's step, the memory measurement's, and one round
 REPEATS = 8
-IN_A_ROW = 3  # steps between two events: as in training, the host prepares a step while the device finishes the last
-
-
+IN_A_ROW = 3  # steps between two events
 AHEAD = 50_000_000  # device cycles, some 30 ms
 
 
 def milliseconds(work: Callable[[], object], device: torch.device, *, host_ahead: bool = False) -> float:
     """Time of ``work``: by device events around several in a row on CUDA, by the host's clock elsewhere.
+
+    One more goes before them: as in training, the host prepares a step while the device finishes the last.
 
     ``host_ahead``: the device is kept busy until all of them are queued, as it is in the midst of a model's step. What
     is read is then the device's time alone, also where the host would need longer.
@@ -38,6 +38,8 @@ def milliseconds(work: Callable[[], object], device: torch.device, *, host_ahead
     torch.cuda.synchronize(device)
     if host_ahead:
         torch.cuda._sleep(AHEAD)
+    else:
+        work()
     begin.record()
     for _ in range(IN_A_ROW):
         work()

@@ -127,14 +127,20 @@ def minimum_budget(extra: Mapping[str, int]) -> int:
     return DEFAULT_BUDGET if measured is None else measured // SHARE_OF_TRL
 
 
+def peers_budget(extra: Mapping[str, int]) -> int:
+    """What liger-kernel's chunked loss was measured to need in the same run."""
+    return extra.get("liger-kernel, compiled", DEFAULT_BUDGET)
+
+
 def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     fields.setdefault("applies", does(*FUSED))
     fields.update(logprobs=partial(_logprobs, options), predict=partial(predicted_extra, options))
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
 
 
-# What the immediate strategy is an alternative to: everything but cross entropy, whose default it is already.
-_SEPARABLE = does(*(name for name in FUSED if name != "ce"), frozen=False)
+# What the immediate strategy is an alternative to: it is cross entropy's default, and distillation's is "cached".
+_SEPARABLE = does(*(name for name in FUSED if name not in ("ce", *BETAS)), frozen=False)
+_AS_LIGER: dict[str, Any] = {"budget": peers_budget, "applies": does(*BETAS, frozen=False)}
 _SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does("ce", "dpo", frozen=False)}
 
 OURS = (
@@ -143,6 +149,8 @@ OURS = (
     # A frozen head has no [V, H] accumulator to save: its default already is the small one.
     _row("ours (cached, fp32)", {"strategy": "cached"}, applies=_SEPARABLE),
     _row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=_SEPARABLE),
+    _row("ours (liger-kernel's memory, fp32)", {"logits_dtype": "float32"}, **_AS_LIGER),
+    _row("ours (liger-kernel's memory, bf16)", {"logits_dtype": "input"}, **_AS_LIGER),
     _row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
     _row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         fused_linear_loss,
         linear_divergence,
         linear_logprobs,
+        linear_topk_logprobs,
         logit_statistics,
     )
     from liger_losses.chunked.planner import plan
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         LigerJSD,
         LigerKLDIVLoss,
         LigerTVDLoss,
-        linear_topk_logprobs,
     )
 
 __all__ = [
@@ -106,7 +106,7 @@ _HOMES: dict[str, str | None] = {
     "fused_linear_loss": "liger_losses.chunked",
     "linear_divergence": "liger_losses.chunked",
     "linear_logprobs": "liger_losses.chunked",
-    "linear_topk_logprobs": "liger_losses.modules",
+    "linear_topk_logprobs": "liger_losses.chunked",
     "logit_statistics": "liger_losses.chunked",
     "losses": None,
     "plan": "liger_losses.chunked.planner",

@@ -24,13 +24,15 @@ KINDS = (
     Divergence(kind="cosine", hard_weight=0.5, temperature=3.0),
     Divergence(kind="mse"),
     Divergence(soft_weight=0.0, hard_weight=1.0),
+    Divergence(kind="akl"),
+    Divergence(kind="akl", mu=0.8, temperature=2.0, hard_weight=0.5),
 )
 NAMES = ("distillation", "divergence", "logprob", "entropy", "teacher_entropy")
 
 
 def label_of(options: Divergence) -> str:
     """A short name for a test's parameter."""
-    own = {"jsd": options.beta, "alpha": options.alpha}.get(options.kind, "")
+    own = {"jsd": options.beta, "alpha": options.alpha, "akl": options.mu}.get(options.kind, "")
     return f"{options.kind}{own}-t{options.temperature}-h{options.hard_weight}"
 
 
@@ -38,6 +40,16 @@ def kl(a: Tensor, b: Tensor) -> Tensor:
     """Of log-probabilities: `0 log 0` is 0."""
     ratio = torch.where(a == -torch.inf, 0, a - b)
     return torch.where(a == -torch.inf, 0, a.exp() * ratio).sum(-1)
+
+
+def head_share_of(s: Tensor, t: Tensor, mass: float) -> Tensor:
+    """Of the gap, what lies on the teacher's most probable tokens that reach `mass`, by sorting them."""
+    order = t.sort(-1, descending=True)
+    needed = order.values.cumsum(-1) - order.values < mass
+    least = order.values.masked_fill(~needed, torch.inf).amin(-1, keepdim=True)
+    gap = (s - t).abs()
+    total = gap.sum(-1)
+    return torch.where(total > 0, (gap * (t >= least)).sum(-1) / total, 0.5)
 
 
 def divergence_of(student: Tensor, teacher: Tensor, options: Divergence) -> Tensor:
@@ -68,6 +80,9 @@ def divergence_of(student: Tensor, teacher: Tensor, options: Divergence) -> Tens
         return (s.exp() - t.exp()).abs().sum(-1) / 2
     if options.kind == "jeffreys":
         return kl(s, t) + kl(t, s)
+    if options.kind == "akl":
+        share = head_share_of(s.detach().exp(), t.exp(), options.mu)
+        return share * kl(t, s) + (1 - share) * kl(s, t)
     a = options.alpha
     return (1 - (a * t + (1 - a) * s).exp().sum(-1)) / (a * (1 - a))
 

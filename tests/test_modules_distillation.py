@@ -204,6 +204,12 @@ REFUSED: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
         "weight_hard_loss: got -1.0, expected a finite number >= 0",
     ),
     (LigerFusedLinearJSDLoss, {"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a number > 0"),
+    (
+        LigerFusedLinearJSD,
+        {"teacher_softcap": -1.0},
+        ValueError,
+        "teacher_softcap: got -1.0, expected a finite number > 0",
+    ),
     (LigerFusedLinearJSDLoss, {"chunk_size": 0}, ValueError, "chunk_size: got 0, expected >= 1"),
     (LigerFusedLinearJSDLoss, {"compiled": 1}, TypeError, "compiled: got 1"),
     (LigerFusedLinearJSDLoss, {"vocabulary": "both"}, ValueError, "vocabulary: got 'both', expected one of"),
@@ -237,7 +243,7 @@ def test_refused_options(module: type[Any], options: dict[str, Any], error: type
         ({"true_labels": torch.zeros(N)}, TypeError, "true_labels: got dtype torch.float32, expected an integer dtype"),
         ({"true_labels": None}, TypeError, "true_labels: got NoneType, expected a torch.Tensor"),
         ({"true_labels": torch.full((N,), V)}, ValueError, "target: got 100 at row 0, position 0"),
-        ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape (1, 3), expected (1, 40)"),
+        ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape [3], expected [40]"),
     ],
     ids=str,
 )  # fmt: skip

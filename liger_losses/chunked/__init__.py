@@ -9,6 +9,7 @@ from .logits import logit_statistics
 from .loss import Loss
 from .planner import Plan, plan
 from .tokens import ScoredTokens
+from .topk import linear_topk_logprobs
 
 __all__ = [
     "DistillationLoss",
@@ -20,6 +21,7 @@ __all__ = [
     "fused_linear_loss",
     "linear_divergence",
     "linear_logprobs",
+    "linear_topk_logprobs",
     "logit_statistics",
     "plan",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels import LogitTransform
 from .deferred import describe, forward, outside_autocast
-from .head import Precision, check_head, choose_precision
+from .head import NAMES, Precision, check_head, choose_precision
 from .head_tensors import HeadTensors, check_differentiable_beside, check_head_tensors, make_transform
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import (
@@ -87,8 +87,9 @@ def prepare(
     bias: Tensor | None,
     ignore_index: int,
     logits_dtype: str,
+    head: tuple[str, str, str] = NAMES,
 ) -> Call:
-    """The checked head and targets of a call. Raises before any work, naming the argument."""
+    """The checked head and targets of a call. Raises before any work, naming the argument; `head` are its tensors'."""
     check_ignore_index(ignore_index)
     if isinstance(target, ScoredTokens):
         if target.ignore_index != ignore_index:
@@ -97,7 +98,7 @@ def prepare(
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
     else:
         check_target(target)
-    check_head(hidden, weight, bias, target.shape)
+    check_head(hidden, weight, bias, target.shape, head)
     return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype))
 
 
@@ -134,6 +135,7 @@ def run_loss(
     strategy: str,
     max_units: int | None,
     token_statistics: tuple[str, ...],
+    head: tuple[str, str, str] = NAMES,  # of its tensors, in messages
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`fused_linear_loss`, whatever stands beside the head."""
     check_loss(loss)
@@ -142,9 +144,9 @@ def run_loss(
         raise TypeError(f"max_units: got {max_units!r}, expected an int")
     if max_units is not None and max_units < 1:
         raise ValueError(f"max_units: got {max_units}, expected >= 1")
-    call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
+    call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype, head)
     if hidden.dim() != 3:
-        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+        raise ValueError(f"{head[0]}: got shape {tuple(hidden.shape)}, expected [R, T, H]")
     if max_units is not None and strategy not in ("auto", "immediate"):
         raise ValueError(
             f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "

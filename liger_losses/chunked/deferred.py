@@ -65,7 +65,7 @@ def forward(
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     """Statistics at every position (zero where not scored), `lse`, the row factor of `G`, `G W` and `G`.
 
-    With a teacher `lse` is `[4, R * T]`, see `DivergenceState`. The last two are empty where they are not kept.
+    With a teacher `lse` is `[5, R * T]`, see `DivergenceState`. The last two are empty where they are not kept.
     """
     count, plan = walk.scored.count, walk.plan
     keep_product = plan.strategy in ("cached", "frozen") and needs[0]

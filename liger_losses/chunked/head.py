@@ -51,10 +51,19 @@ def choose_precision(hidden: Tensor, weight: Tensor, logits_dtype: str) -> Preci
     return Precision.of(compute, logits)
 
 
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape: torch.Size) -> None:
+NAMES = ("hidden", "weight", "bias")
+
+
+def check_head(
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    target_shape: torch.Size,
+    names: tuple[str, str, str] = NAMES,  # that the caller knows them by
+) -> None:
     """Raise before any work for tensors that do not fit together."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
+    for name, tensor in zip(names, (hidden, weight, bias), strict=True):
+        if tensor is None and name == names[2]:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
@@ -62,27 +71,29 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_shape
             raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
+    assert hidden is not None
+    assert weight is not None
     _refuse_forward_mode(hidden, weight, bias)
     if weight.dim() != 2:
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [V, H]")
+        raise ValueError(f"{names[1]}: got shape {tuple(weight.shape)}, expected [V, H]")
     vocab, width = weight.shape
     if vocab == 0 or width == 0:
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
+        raise ValueError(f"{names[1]}: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
     if hidden.dim() < 1 or hidden.shape[-1] != width:
         raise ValueError(
-            f"hidden: got shape {tuple(hidden.shape)}, expected last dimension {width} as in weight "
+            f"{names[0]}: got shape {tuple(hidden.shape)}, expected last dimension {width} as in {names[1]} "
             f"{tuple(weight.shape)}"
         )
     if hidden.shape[:-1] != target_shape:
         raise ValueError(
-            f"target: got shape {tuple(target_shape)}, expected {tuple(hidden.shape[:-1])}, that of hidden without its "
-            "last dimension"
+            f"target: got shape {tuple(target_shape)}, expected {tuple(hidden.shape[:-1])}, that of {names[0]} without "
+            "its last dimension"
         )
     if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({vocab},)")
-    for name, tensor in (("weight", weight), ("bias", bias)):
+        raise ValueError(f"{names[2]}: got shape {tuple(bias.shape)}, expected ({vocab},)")
+    for name, tensor in zip(names[1:], (weight, bias), strict=True):
         if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name}: got device {tensor.device}, expected {hidden.device}, that of hidden")
+            raise ValueError(f"{name}: got device {tensor.device}, expected {hidden.device}, that of {names[0]}")
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

@@ -86,10 +86,10 @@ def default_budget(problem: Problem) -> int:
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
     for tiles. Without: 1.1875 GiB, where larger tiles stop paying. For a second model: the logits of as many rows as
-    run at the full rate, and 64 MiB.
+    run at the full rate, 64 MiB, and what a visit to a tile takes beside.
     """
     rows = min(_FULL_RATE_ROWS, problem.tokens)
-    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * _MIB)
+    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * _MIB) + problem.visit_bytes
     if not problem.weight_grad:
         return 1216 * _MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
@@ -186,7 +186,8 @@ def _round_rows(rows: int, p: Problem) -> int:
 
 def _logit_rows(p: Problem) -> list[int]:
     """The choices of rows projected at a time, at these shapes, the largest first."""
-    return sorted({_round_rows(rows, p) for rows in _LOGIT_ROWS}, reverse=True)
+    choices = _LOGIT_ROWS[p.two_heads :]  # a second model's rows cost as much again, for less than 1 % beyond 1,152
+    return sorted({_round_rows(rows, p) for rows in choices}, reverse=True)
 
 
 def _slow_rows(logit_rows: int, p: Problem) -> float:
@@ -195,8 +196,9 @@ def _slow_rows(logit_rows: int, p: Problem) -> float:
     return 0.17 * max(0.0, full / logit_rows - 1)
 
 
-def _weight_copy(p: Problem) -> int:
-    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes + p.teacher_fixed_bytes
+def _fixed_bytes(p: Problem) -> int:
+    """Copies of weights, and what a visit to a tile takes beside."""
+    return p.cast_weight * p.vocab_size * p.hidden_size * p.compute_bytes + p.teacher_fixed_bytes + p.visit_bytes
 
 
 def _tile_bytes(p: Problem, tile_rows: int, logit_rows: int) -> int:
@@ -235,12 +237,12 @@ def _statistics_alone(p: Problem, budget: int) -> tuple[int, int, int]:
 
     def rows_bytes(rows: int) -> int:
         each = p.padded_vocab * p.logits_bytes + p.teacher_row_bytes + p.hidden_size * p.compute_bytes
-        return rows * each + _weight_copy(p)
+        return rows * each + _fixed_bytes(p)
 
     choices = _logit_rows(p)
     rows = next((rows for rows in choices if rows_bytes(rows) <= budget), choices[-1])
     if rows < min(_FULL_RATE_ROWS, p.tokens) and not p.two_heads:
-        fixed = _compact_bytes(p) + _weight_copy(p)
+        fixed = _compact_bytes(p) + _fixed_bytes(p)
         columns = min(_MOST_COLUMNS, (budget - fixed) // (p.tokens * p.logits_bytes)) // VOCAB_BLOCK * VOCAB_BLOCK
         if _LEAST_COLUMNS <= columns < p.vocab_size:
             return -(-p.tokens // ROW_BLOCK) * ROW_BLOCK, columns, fixed + columns * p.tokens * p.logits_bytes
@@ -255,7 +257,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
 
     def plan_with(logit_rows: int) -> Plan:
         def workspace_of(rows: int) -> int:
-            forward = p.hidden_bytes + _tile_bytes(p, rows, logit_rows) + _weight_copy(p)
+            forward = p.hidden_bytes + _tile_bytes(p, rows, logit_rows) + _fixed_bytes(p)
             backward = p.hidden_bytes + p.returned_bytes
             return max(forward, backward) - p.returned_bytes
 
@@ -280,7 +282,7 @@ def _plan_cached(p: Problem, budget: int) -> Plan:
 
     def workspace_of(logit_rows: int) -> int:
         tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
-        forward = kept + cache + tile + _weight_copy(p)
+        forward = kept + cache + tile + _fixed_bytes(p)
         backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
         return max(forward, backward) - p.returned_bytes
 
@@ -301,7 +303,7 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     kept = p.hidden_grad * p.hidden_bytes
 
     def workspace_of(rows: int) -> int:
-        forward = accumulator + kept + _tile_bytes(p, rows, min(rows, logit_rows)) + _weight_copy(p)
+        forward = accumulator + kept + _tile_bytes(p, rows, min(rows, logit_rows)) + _fixed_bytes(p)
         backward = accumulator + kept + p.returned_bytes
         return max(forward, backward) - p.returned_bytes
 
@@ -333,7 +335,7 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
     rows, forward_columns, forward = _statistics_alone(p, budget)
 
     def workspace_of(columns: int) -> int:
-        walking = compact + accumulator + columns * per_column + p.returned_weight + _weight_copy(p)
+        walking = compact + accumulator + columns * per_column + p.returned_weight + _fixed_bytes(p)
         # The hidden gradient is cast, and where tokens are scattered the cast is a copy beside the result.
         cast = p.hidden_grad * (p.tokens < p.positions) * p.tokens * p.hidden_size * p.hidden_itemsize
         finishing = accumulator + cast + p.returned_bytes

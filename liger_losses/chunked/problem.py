@@ -40,6 +40,7 @@ class Problem:
     teacher_compact_bytes: int = 0  # copies of all scored tokens' hidden states
     teacher_fixed_bytes: int = 0  # a copy of the weight
     teacher_gemms: float = 0.0  # of its projection
+    visit_bytes: int = 0  # temporaries of a tile that torch operations visit on an accelerator
 
     @property
     def any_grad(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..kernels import Columns, Divergence, LogitTransform, TeacherTile
+from ..kernels import Columns, Divergence, LogitTransform, TeacherTile, visit_bytes
 from .head import FLOATING, Precision
 from .problem import Problem
 
@@ -67,6 +67,9 @@ class Teacher:
     def describe(self, problem: Problem, precision: Precision) -> Problem:
         """`problem` with what the teacher adds."""
         columns = self.columns(problem.vocab_size).teacher
+        known = self.hidden if self.logits is None else self.logits
+        assert known is not None
+        problem = replace(problem, visit_bytes=visit_bytes(self.divergence, known.device))
         if self.logits is not None:
             return problem.beside_logits(columns, self.logits.itemsize)
         assert self.hidden is not None
@@ -80,13 +83,24 @@ class Teacher:
         )
 
 
+def teacher_transform(softcap: float | None, logit_scale: float | None) -> LogitTransform:
+    """Raises for the options under their public names."""
+    try:
+        return LogitTransform(1.0 if logit_scale is None else logit_scale, softcap)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"teacher_{error}") from None
+
+
 def check_teacher(
     teacher: Teacher,  # its tensors as the caller has them
     shape: torch.Size,  # of the tokens
     device: torch.device,
-    names: tuple[str, str, str, str] = ("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits"),
+    names: tuple[str, str, str, str] | None = None,  # that the caller knows them by
 ) -> Teacher:
     """The teacher, checked, flat and detached. Raises before any work, naming the argument."""
+    if names is None:
+        rows = "teacher_probs" if teacher.probabilities else "teacher_logits"
+        names = ("teacher_hidden", "teacher_weight", "teacher_bias", rows)
     given = dict(zip(names, teacher.tensors, strict=True))
     for name, tensor in given.items():
         if tensor is None:
@@ -108,8 +122,8 @@ def check_teacher(
             raise ValueError(f"{names[2]}: got a tensor, expected None beside {names[3]}, which contain it")
         if logits.shape[:-1] != shape or logits.dim() != len(shape) + 1 or logits.shape[-1] == 0:
             raise ValueError(f"{names[3]}: got shape {tuple(logits.shape)}, expected {(*shape, 'V')}, V >= 1")
-        rows = logits.detach().reshape(-1, logits.shape[-1])
-        return replace(teacher, logits=rows if rows.stride(-1) == 1 else rows.contiguous())
+        flat = logits.detach().reshape(-1, logits.shape[-1])
+        return replace(teacher, logits=flat if flat.stride(-1) == 1 else flat.contiguous())
     assert hidden is not None
     assert weight is not None
     if weight.dim() != 2 or 0 in weight.shape:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence
-from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
+from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
+from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
 from .products import matmul
 from .registration import differentiable_once, wide_dtype
@@ -40,6 +41,8 @@ __all__ = [
     "fold_tile",
     "fused_add_rms_norm",
     "gated_activation",
+    "head_mask",
+    "head_share",
     "implementation",
     "layer_norm",
     "matmul",
@@ -48,5 +51,6 @@ __all__ = [
     "rotary",
     "scaled_cast",
     "tile_gradient",
+    "visit_bytes",
     "wide_dtype",
 ]

@@ -46,12 +46,15 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def use_triton(tile: Tensor) -> bool:
-    """Whether the Triton form runs on `tile`. fp64 is the oracle's dtype and has the twin alone."""
+def use_triton(tile: Tensor, without: str | None = None) -> bool:
+    """Whether the Triton form runs on `tile`. fp64, the oracle's dtype, has the twin alone, and so has `without`."""
     requested = _requested.get()
-    if tile.dtype == torch.float64:
+    alone = "float64" if tile.dtype == torch.float64 else without
+    if alone is not None:
         if requested == "triton":
-            raise RuntimeError("implementation('triton') was requested for float64, which only the torch form computes")
+            raise RuntimeError(
+                f"implementation('triton') was requested for {alone}, which only the torch form computes"
+            )
         return False
     if requested is not None:
         return requested == "triton"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .fast_math_triton import TINY, fast_log2, fast_reciprocal
+
 # The first five know the row's total from its log-sum-exps and first visit.
 FORMS = (
     "forward_kl", "reverse_kl", "jeffreys", "cosine", "mse", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd",
@@ -16,7 +18,6 @@ FORMS = (
 )  # fmt: skip
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-_TINY = tl.constexpr(1.1754944e-38)  # the least normal number
 
 FORWARD = tl.constexpr(0)
 REVERSE = tl.constexpr(1)
@@ -63,17 +64,15 @@ def _mixture(x, weight):
 
 
 @triton.jit
-def _jsd(s, t, beta):
+def _jsd(logs, logt, s, t, beta):
     # With w = (s - t) / m: d = m ((1 - beta) (1 + beta w) log(1 + beta w) + beta (1 - v) log(1 - v)), v = (1 - beta) w,
     # whose series has no linear term: for near-equal models the two logarithms would cancel to nothing but rounding.
     rest = 1.0 - beta
-    m = tl.maximum(beta * t + rest * s, _TINY)
-    inverse = 1.0 / m
-    w = (s - t) * inverse
+    m = tl.maximum(beta * t + rest * s, TINY)
+    w = (s - t) * fast_reciprocal(m)
     near = tl.abs(w) < 0.125
-    log_s = tl.log(tl.maximum(tl.where(near, 1.0 + beta * w, s * inverse), _TINY))
-    log_t = tl.log(tl.maximum(tl.where(near, 1.0 - rest * w, t * inverse), _TINY))
-    g = rest * s * log_s
+    logarithm = fast_log2(tl.where(near, 1.0 + beta * w, m))
+    g = (rest * LN2) * s * tl.where(near, logarithm, logs - logarithm)
     b2 = beta * beta
     r2 = rest * rest
     c2 = 0.5 * beta * rest
@@ -83,13 +82,51 @@ def _jsd(s, t, beta):
     c6 = beta * rest * (r2 * r2 * rest + b2 * b2 * beta) / 30
     c7 = beta * rest * (r2 * r2 * r2 - b2 * b2 * b2) / 42
     series = c2 + w * (c3 + w * (c4 + w * (c5 + w * (c6 + w * c7))))
-    d = tl.where(near, m * (w * w) * series, tl.maximum(g + beta * t * log_t, 0.0))
+    d = tl.where(near, m * (w * w) * series, tl.maximum(g + (beta * LN2) * t * (logt - logarithm), 0.0))
     return d, g
+
+
+@triton.jit
+def mixture_sums(e_s, e_t, log_e_s, kappa, first, c1, c2, c3, c4, c5):
+    # What `mixture_total` needs, added up while the normalisers of both sides are still unknown: e_s and e_t are
+    # relative to some reference, and kappa, the share of e_t in the mixture, is a guess.
+    mixed = tl.maximum(e_s + kappa * e_t, TINY)
+    first += e_s * (tl.maximum(log_e_s, -200.0) - fast_log2(mixed))  # finite: 0 log 0 is 0
+    centred = kappa * e_t * fast_reciprocal(mixed) - 0.5
+    power = e_s * centred
+    c1 += power
+    power *= centred
+    c2 += power
+    power *= centred
+    c3 += power
+    power *= centred
+    c4 += power
+    power *= centred
+    c5 += power
+    return first, c1, c2, c3, c4, c5
+
+
+@triton.jit
+def mixture_total(sum_s, sum_t, beta, kappa, first, c1, c2, c3, c4, c5):
+    # JSD's S = (1 - beta) sum s log(s / m), and whether it is known. Let the true kappa, beta sum_s /
+    # ((1 - beta) sum_t), be (1 + h) times the guess. With u = kappa e_t / (e_s + kappa e_t), log m moves by
+    # log(1 + u h) = log(1 + h / 2) + log(1 + q (u - 1/2)), q = h / (1 + h / 2): a series in q / 2, as u is in [0, 1].
+    rest = 1.0 - beta
+    h = beta / rest * (sum_s / sum_t) / kappa - 1.0
+    q = h / (1.0 + 0.5 * h)
+    series = q * (c1 - q * (c2 / 2 - q * (c3 / 3 - q * (c4 / 4 - q * (c5 / 5)))))
+    total = rest * ((first * LN2 - series) / sum_s - tl.log(1.0 + 0.5 * h) - tl.log(rest))
+    # Beyond, the sixth power of q / 2 is no longer less than half a millionth.
+    return total, tl.abs(q) <= 0.24
 
 
 @triton.jit
 def terms(logs, logt, parameter, FORM: tl.constexpr):
     # s, d and g: see `_terms` of the twin.
+    if FORM == JSD:
+        # Finite, so that 0 log 0 is 0; the power is 0 all the same.
+        logs = tl.maximum(logs, -200.0)
+        logt = tl.maximum(logt, -200.0)
     s = tl.exp2(logs)
     t = tl.exp2(logt)
     neither = (logs == -float("inf")) & (logt == -float("inf"))
@@ -104,7 +141,7 @@ def terms(logs, logt, parameter, FORM: tl.constexpr):
         d = tl.where(s == t, 0.0, (s - t) * x)
         g = tl.where(s == 0.0, 0.0, s * x) - t
     elif FORM == JSD:
-        d, g = _jsd(s, t, parameter)
+        d, g = _jsd(logs, logt, s, t, parameter)
     elif FORM == SKEWED_FORWARD:
         y_s, y_t = _mixture(x, parameter)
         m = parameter * t + (1.0 - parameter) * s

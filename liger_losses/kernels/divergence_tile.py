@@ -19,6 +19,7 @@ its digits to cancellation.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +27,11 @@ from torch import Tensor
 
 from .dispatch import use_triton
 from .divergence import Divergence
-from .tile_statistics import row_slices
+from .head_mass import head_share
+from .tile_statistics import TWIN_ELEMENTS, row_slices
 from .transform import LogitTransform
+
+_DEVICE_TIMES = 8  # 16 MiB of an fp32 tile at a time
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,11 @@ class DivergenceState:
 
     `student_lse`, `teacher_lse`: of the tempered logits that the divergence compares; `hard_lse`, `target`: of the
     student's logits as they are; `total`: `S` (for `cosine`: the cosine; then `student_lse` and `teacher_lse` hold the
-    logits' norms; for `mse`: one over the columns). These are what a later visit to some of the columns needs.
+    logits' norms; for `mse`: one over the columns); `share`: of `akl`, the weight of forward KL. These are what a later
+    visit to some of the columns needs.
     """
 
-    kept = ("student_lse", "teacher_lse", "hard_lse", "total")
+    kept = ("student_lse", "teacher_lse", "hard_lse", "total", "share")
 
     def __init__(
         self,
@@ -69,8 +74,8 @@ class DivergenceState:
         dtype: torch.dtype,
     ) -> None:
         self.names, self.divergence = names, divergence
-        self.student_lse, self.teacher_lse, self.hard_lse, self.total, self.value = torch.zeros(
-            5, rows, device=device, dtype=dtype
+        self.student_lse, self.teacher_lse, self.hard_lse, self.total, self.share, self.value = torch.zeros(
+            6, rows, device=device, dtype=dtype
         )
         self.target = torch.full((rows,), math.nan, device=device, dtype=dtype)
         entropies = "entropy" in names or "teacher_entropy" in names
@@ -84,7 +89,7 @@ class DivergenceState:
 
     @property
     def lse(self) -> Tensor:
-        """`[4, rows]`: the numbers that a visit to some of the columns needs."""
+        """`[5, rows]`: the numbers that a visit to some of the columns needs."""
         return torch.stack([getattr(self, name) for name in self.kept])
 
     @classmethod
@@ -149,12 +154,12 @@ def divergence_tile(
     """
     if tile.shape[0] == 0:
         return
-    if use_triton(tile):
+    if use_triton(tile, _without(state.divergence)):
         from .divergence_tile_triton import divergence_tile_triton
 
         divergence_tile_triton(tile, bias, target, teacher, state, transform, columns, out)
         return
-    for rows in row_slices(tile):
+    for rows in _slices(tile):
         part, wide = state.narrow(rows.start, rows.stop - rows.start), state.total.dtype
         z, slope = transform.rows(rows).apply(tile[rows].to(wide), bias)
         student, tempered = _compared(z, teacher, rows, state.divergence, columns, wide)
@@ -179,18 +184,33 @@ def divergence_gradient(
     """`factor * d distillation / d tile` of a block of columns; a row of factor 0 is 0 whatever it holds."""
     if tile.shape[0] == 0:
         return
-    if use_triton(tile):
+    if use_triton(tile, _without(state.divergence)):
         from .divergence_tile_triton import divergence_gradient_triton
 
         divergence_gradient_triton(tile, bias, target, teacher, state, transform, columns, factor, out, first_column)
         return
-    for rows in row_slices(tile):
+    for rows in _slices(tile):
         part, wide = state.narrow(rows.start, rows.stop - rows.start), state.total.dtype
         z, slope = transform.rows(rows).apply(tile[rows].to(wide), bias)
         student, tempered = _compared(z, teacher, rows, state.divergence, columns, wide)
         each = factor[rows].unsqueeze(-1)
         gradient = _entries(part, z, slope, target[rows] - first_column, student, tempered)
         out[rows] = torch.where(each != 0, gradient * each, 0).to(out.dtype)
+
+
+def visit_bytes(divergence: Divergence, device: torch.device) -> int:
+    """What `divergence_tile` takes beyond its arguments on an accelerator, for kinds that have the torch form alone."""
+    alone = _without(divergence) is not None and device.type == "cuda"
+    return alone * 17 * _DEVICE_TIMES * TWIN_ELEMENTS * 4  # 17 such fp32 tensors at the peak
+
+
+def _without(divergence: Divergence) -> str | None:
+    return "kind 'akl'" if divergence.form == "akl" else None
+
+
+def _slices(tile: Tensor) -> Iterator[slice]:
+    # On a device it is the number of launches that costs.
+    return row_slices(tile, _DEVICE_TIMES if tile.is_cuda else 1)
 
 
 def _compared(
@@ -236,7 +256,9 @@ def _fold(state: DivergenceState, z: Tensor, target: Tensor, s: Tensor, t: Tenso
     if form not in ("cosine", "mse"):
         state.student_lse.copy_(lse_s)
         state.teacher_lse.copy_(lse_t)
-        value, g = _terms(state.divergence, logs, logt)
+        if form == "akl":
+            state.share.copy_(head_share(torch.exp(logs), torch.exp(logt), state.divergence.mu))
+        value, g = _terms(state.divergence, logs, logt, state.share)
         state.value.copy_(value.sum(-1))
         state.total.copy_(g.sum(-1))
 
@@ -269,7 +291,7 @@ def _mixture(x: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     return torch.where(x >= 0, log_m, log_m - x), torch.where(x >= 0, log_m + x, log_m)
 
 
-def _terms(options: Divergence, logs: Tensor, logt: Tensor) -> tuple[Tensor, Tensor]:
+def _terms(options: Divergence, logs: Tensor, logt: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Each column's `d` and `g`, the latter up to a multiple of `s`, which the gradient does not see."""
     s, t = torch.exp(logs), torch.exp(logt)
     neither = (logs == -math.inf) & (logt == -math.inf)
@@ -300,6 +322,10 @@ def _terms(options: Divergence, logs: Tensor, logt: Tensor) -> tuple[Tensor, Ten
         return (s - t).abs() / 2, s * torch.sign(s - t) / 2
     if form == "jeffreys":
         return torch.where(s == t, 0, (s - t) * x), times(s, x) - t
+    if form == "akl":
+        w, rest = share.unsqueeze(-1), 1 - share.unsqueeze(-1)
+        value = times(w, _kl_term(t, s, x)) + times(rest, _kl_term(s, t, -x))
+        return value, times(w, s - t) + times(rest, times(s, x))  # s - t for -t: 0 for equal models
     assert form == "alpha"
     a = parameter
     between = torch.where(neither, 0, torch.exp(torch.where(neither, 0, a * logt + (1 - a) * logs)))
@@ -336,7 +362,7 @@ def _entries(
             soft = torch.where(present, soft, 0)
         else:
             logs, logt = s - at(state.student_lse), t - at(state.teacher_lse)
-            _, g = _terms(options, logs, logt)
+            _, g = _terms(options, logs, logt, state.share)
             total = at(state.total)
             finite = torch.isfinite(total)
             soft = torch.where(finite, g - torch.exp(logs) * torch.where(finite, total, 0), 0)

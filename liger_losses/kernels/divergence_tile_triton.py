@@ -2,7 +2,8 @@
 
 A row of two fp32 tiles is 8 bytes an element each time it is visited, so visits are what costs. The first one reads the
 log-sum-exps. The second writes the gradient where `S` is known by then (forward and reverse KL, Jeffreys, cosine,
-squared error); the others sum `S`, and need a third. Every visit begins where the one before it ended: of a
+squared error). JSD sums `S` in the first about a guess of the normalisers' ratio, and almost always knows it then; the
+others sum it in a visit between the two. Every visit begins where the one before it ended: of a
 row's last blocks some are still in the second-level cache.
 """
 
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, LN2, LOG2E, MSE, entry
+from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, JSD, LN2, LOG2E, MSE, entry, mixture_total
 from .divergence_tile import Columns, DivergenceState, TeacherTile
 from .divergence_visits_triton import both_sides, row_sums, visit
 from .tile_statistics_triton import (
@@ -30,7 +31,7 @@ from .tile_statistics_triton import (
 from .transform import LogitTransform
 
 _OF_LOGITS = ("cosine", "mse")
-_BLOCK = 2048
+_BLOCK = 4096
 _WARPS = 16
 _GRADIENT_BLOCK = 4096
 _HEADROOM = tl.constexpr(40.0)  # see tile_statistics_triton
@@ -39,6 +40,13 @@ _HEADROOM = tl.constexpr(40.0)  # see tile_statistics_triton
 @triton.jit
 def _outside(high, reference):
     return (high - reference > _HEADROOM) | (high < reference)
+
+
+@triton.jit
+def _share(sum_s, sum_t, beta):
+    # The teacher's part of the mixture, relative to the student's, from both normalisers; some number if they are none.
+    ratio = sum_s / sum_t
+    return beta / (1.0 - beta) * tl.where((ratio > 1e-6) & (ratio < 1e6), ratio, 1.0)
 
 
 @triton.jit(
@@ -90,23 +98,31 @@ def _divergence_kernel(
     ref_s = finite(tl.max(s * BASE, 0))
     ref_t = finite(tl.max(t * BASE, 0))
     ref_h = finite(tl.max(z, 0))
-    high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = row_sums(
+    # JSD's S is summed in the first visit, about a guess of the ratio of the normalisers: that of the first block.
+    MIXED: tl.constexpr = EMIT and FORM == JSD
+    kappa = 1.0
+    if MIXED:
+        kappa = _share(tl.sum(tl.exp2(s - ref_s), 0), tl.sum(tl.exp2(t - ref_t), 0), parameter)
+    high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t = row_sums(
         s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
-        n_teacher, n_full, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, ENTROPY,
+        n_teacher, n_full, n_all, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, MIXED, ENTROPY,
         FORM == COSINE, BASE, BLOCK,
     )  # fmt: skip
     again = _outside(high_s, ref_s) | _outside(high_t, ref_t)
     if SEPARATE_HARD:
         again = again | _outside(high_h, ref_h)
     if again:
+        if MIXED:
+            moved = finite(high_s) - ref_s - (finite(high_t) - ref_t)
+            kappa = _share(sum_s, sum_t * tl.exp2(moved), parameter)
         ref_s = finite(high_s)
         ref_t = finite(high_t)
         ref_h = finite(high_h)
-        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = row_sums(
+        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t = row_sums(
             s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
-            n_teacher, n_full, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, ENTROPY,
+            n_teacher, n_full, n_all, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, MIXED, ENTROPY,
             FORM == COSINE, BASE, BLOCK,
         )  # fmt: skip
     # In base 2, as what they are subtracted from.
@@ -134,33 +150,35 @@ def _divergence_kernel(
             total -= 1.0
     if FORM == COSINE:
         lse_s = tl.maximum(tl.sqrt(first), 1e-12)
-        lse_t = tl.maximum(tl.sqrt(second), 1e-12)
-        total = third / lse_s / lse_t
+        lse_t = tl.maximum(tl.sqrt(c1), 1e-12)
+        total = c2 / lse_s / lse_t
     if FORM == MSE:
         total = 1.0 / tl.maximum(n_student, n_teacher).to(tl.float32)
     tl.store(lse_s_ptr + row, lse_s if OF_LOGITS else lse_s * LN2)
     tl.store(lse_t_ptr + row, lse_t if OF_LOGITS else lse_t * LN2)
 
+    # Where S is known by now, one more visit has the value and the gradient; otherwise it is summed first.
     EARLY: tl.constexpr = FORM <= MSE
-    # Where S needs a visit of its own, the value is left to the one that writes: it has arithmetic to spare.
-    LATER: tl.constexpr = EMIT and not EARLY
+    known = EARLY or not EMIT
+    if MIXED:
+        total, known = mixture_total(sum_s, sum_t, parameter, kappa, first, c1, c2, c3, c4, c5)
+    if not known:
+        _value, total = visit(
+            s_row, s_bias_ptr, t_row, t_bias_ptr, out_row, local, lse_s, lse_t, lse_h, total, parameter, weight,
+            hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_full, n_all,
+            scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, False, True, False, True,
+            BLOCK,
+        )  # fmt: skip
     value, sums = visit(
         s_row, s_bias_ptr, t_row, t_bias_ptr, out_row, local, lse_s, lse_t, lse_h, total, parameter, weight,
         hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_full, n_all,
         scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, not LATER, not EARLY,
-        EMIT and EARLY, True, BLOCK,
+        HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, True, not (EARLY or EMIT),
+        EMIT, MIXED or EARLY or not EMIT, BLOCK,
     )  # fmt: skip
-    if not EARLY:
+    if not (EARLY or EMIT):
         total = sums
-    if LATER:
-        value, _sums = visit(
-            s_row, s_bias_ptr, t_row, t_bias_ptr, out_row, local, lse_s, lse_t, lse_h, total, parameter, weight,
-            hard_weight, readable_s, readable_t, n_columns, n_student, n_teacher, n_full, n_all,
-            scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, True, False, True, False,
-            BLOCK,
-        )  # fmt: skip
     tl.store(value_ptr + row, value)
     tl.store(total_ptr + row, total)
 

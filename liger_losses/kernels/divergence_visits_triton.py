@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .divergence_terms_triton import COSINE, MSE, entry, finite_logits, terms
+from .divergence_terms_triton import COSINE, MSE, entry, finite_logits, mixture_sums, terms
 from .tile_statistics_triton import capped_tanh
 
 
@@ -150,12 +150,12 @@ def visit(
 
 @triton.jit
 def _sum_block(
-    start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t,
+    start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t,
     s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student, n_teacher,
-    scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+    kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, SEPARATE_HARD: tl.constexpr, CROSS: tl.constexpr, ENTROPY: tl.constexpr,
-    COSINE_SUMS: tl.constexpr, BASE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    PROBABILITIES: tl.constexpr, SEPARATE_HARD: tl.constexpr, CROSS: tl.constexpr, MIXED: tl.constexpr,
+    ENTROPY: tl.constexpr, COSINE_SUMS: tl.constexpr, BASE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = start + tl.arange(0, BLOCK)
     z, _slope, s, t = both_sides(
@@ -166,8 +166,8 @@ def _sum_block(
     if COSINE_SUMS:
         a, b = finite_logits(s, t)
         first += a * a
-        second += b * b
-        third += a * b
+        c1 += b * b
+        c2 += a * b
     s = s * BASE
     t = t * BASE
     e_s = tl.exp2(s - ref_s)
@@ -181,19 +181,21 @@ def _sum_block(
         high_h = tl.maximum(high_h, z)
     if CROSS:
         first += tl.where(e_s > 0.0, e_s * (tl.where(e_s > 0.0, s, 0.0) - t), 0.0)
+    if MIXED:
+        first, c1, c2, c3, c4, c5 = mixture_sums(e_s, e_t, s - ref_s, kappa, first, c1, c2, c3, c4, c5)
     if ENTROPY:
         entropy_s += tl.where(e_s > 0.0, e_s * (s - ref_s), 0.0)
         entropy_t += tl.where(e_t > 0.0, e_t * (t - ref_t), 0.0)
-    return high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t
+    return high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t
 
 
 @triton.jit
 def row_sums(
     s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student, n_teacher,
-    n_full, n_all, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+    n_full, n_all, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
-    PROBABILITIES: tl.constexpr, SEPARATE_HARD: tl.constexpr, CROSS: tl.constexpr, ENTROPY: tl.constexpr,
-    COSINE_SUMS: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr,
+    PROBABILITIES: tl.constexpr, SEPARATE_HARD: tl.constexpr, CROSS: tl.constexpr, MIXED: tl.constexpr,
+    ENTROPY: tl.constexpr, COSINE_SUMS: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Sums per lane, relative to the references; of the compared logits in base 2.
     high_s = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -202,28 +204,33 @@ def row_sums(
     sum_s = tl.zeros((BLOCK,), tl.float32)
     sum_t = tl.zeros((BLOCK,), tl.float32)
     sum_h = tl.zeros((BLOCK,), tl.float32)
-    first = tl.zeros((BLOCK,), tl.float32)  # E_s of (z_s - z_t), or |z_s|^2; then |z_t|^2 and their product
-    second = tl.zeros((BLOCK,), tl.float32)
-    third = tl.zeros((BLOCK,), tl.float32)
+    # E_s of (z_s - z_t); or |z_s|^2, and in the next two |z_t|^2 and their product; or the six sums of `mixture_sums`.
+    first = tl.zeros((BLOCK,), tl.float32)
+    c1 = tl.zeros((BLOCK,), tl.float32)
+    c2 = tl.zeros((BLOCK,), tl.float32)
+    c3 = tl.zeros((BLOCK,), tl.float32)
+    c4 = tl.zeros((BLOCK,), tl.float32)
+    c5 = tl.zeros((BLOCK,), tl.float32)
     entropy_s = tl.zeros((BLOCK,), tl.float32)
     entropy_t = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n_full, BLOCK):
-        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = _sum_block(
-            start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t,
+        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t = _sum_block(
+            start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t,
             s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
-            n_teacher, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, ENTROPY,
-            COSINE_SUMS, BASE, False, BLOCK,
+            n_teacher, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, MIXED,
+            ENTROPY, COSINE_SUMS, BASE, False, BLOCK,
         )  # fmt: skip
     for start in range(n_full, n_all, BLOCK):
-        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t = _sum_block(
-            start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, second, third, entropy_s, entropy_t,
+        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t = _sum_block(
+            start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t,
             s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
-            n_teacher, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
-            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, ENTROPY,
-            COSINE_SUMS, BASE, True, BLOCK,
+            n_teacher, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, MIXED,
+            ENTROPY, COSINE_SUMS, BASE, True, BLOCK,
         )  # fmt: skip
     return (
         tl.max(high_s, 0), tl.max(high_t, 0), tl.max(high_h, 0), tl.sum(sum_s, 0), tl.sum(sum_t, 0), tl.sum(sum_h, 0),
-        tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0), tl.sum(entropy_s, 0), tl.sum(entropy_t, 0),
+        tl.sum(first, 0), tl.sum(c1, 0), tl.sum(c2, 0), tl.sum(c3, 0), tl.sum(c4, 0), tl.sum(c5, 0),
+        tl.sum(entropy_s, 0), tl.sum(entropy_t, 0),
     )  # fmt: skip

@@ -31,7 +31,7 @@ DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logprob")
 DTYPES = {"argmax": torch.int64, "is_top1": torch.bool}  # of the statistics that are no fp32 numbers
 
 # Elements of a slice of rows that the torch twin visits at once: its temporaries stay in cache.
-_TWIN_ELEMENTS = 1 << 19
+TWIN_ELEMENTS = 1 << 19
 
 
 class Emit(enum.IntEnum):
@@ -167,8 +167,9 @@ def fold_tile(
         torch.eq(state.argmax, target, out=state.is_top1)
 
 
-def row_slices(tile: Tensor) -> Iterator[slice]:
-    step = max(1, _TWIN_ELEMENTS // max(1, tile.shape[1]))
+def row_slices(tile: Tensor, times: int = 1) -> Iterator[slice]:
+    """Rows of `TWIN_ELEMENTS * times` elements at a time."""
+    step = max(1, TWIN_ELEMENTS * times // max(1, tile.shape[1]))
     for start in range(0, tile.shape[0], step):
         yield slice(start, min(start + step, tile.shape[0]))
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_count, check_flag, check_float_tensor, check_mask, check_number
+from .._checks import (
+    check_choice,
+    check_count,
+    check_divides,
+    check_flag,
+    check_float_tensor,
+    check_mask,
+    check_names,
+    check_number,
+)
 from .selection import TokenSelection
 
 REDUCTIONS = ("mean", "sum")
@@ -119,9 +128,7 @@ class CrossEntropyLoss:
 
     def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         known = (*_PER_TOKEN, _COUNT)
-        unknown = sorted(set(inputs) - set(known))
-        if unknown:
-            raise ValueError(f"inputs: got {', '.join(unknown)}, expected names out of {', '.join(known)}")
+        check_names("inputs", inputs, known)
         for name in _PER_TOKEN:
             if name in inputs:
                 check_float_tensor(name, inputs[name], tuple(mask.shape))
@@ -130,8 +137,7 @@ class CrossEntropyLoss:
         return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
 
     def _check_count(self, count: Tensor) -> None:
-        if self.reduction == "sum":
-            raise ValueError(f"{_COUNT}: got a count, expected none with reduction='sum', which divides by nothing")
+        check_divides(_COUNT, self.reduction)
         if self.selection is not None:
             raise ValueError(
                 f"{_COUNT}: got a count, expected none with a selection, which divides by the tokens that it picks"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check_choice, check_flag, check_float_tensor, check_number
+from .._checks import check_choice, check_flag, check_float_tensor, check_number
 from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, must_cover, probability_times
 
 ENDPOINTS = ("trl", "formula")
@@ -65,7 +65,8 @@ def divergence(
             teacher is a constant: no gradient goes to it.
         kind: a row of `DIVERGENCES`.
         beta: of "jsd", in `[0, 1]`, default 0.5. skew: of the two skewed KL, in `[0, 1)`, default 0.1. alpha: of
-            "alpha", default 0.5. mu: of "akl", the teacher's mass that makes the head, in `[0, 1]`, default 0.5.
+            "alpha", default 0.5. mu: of "akl", the teacher's mass that makes the head, in `[0, 1]`, default 0.5;
+            tokens as probable as the head's last belong to it.
         endpoints: of "jsd" at `beta` 0 and 1. `"trl"`, which is liger-kernel's as well: forward and reverse KL.
             `"formula"`: what the formula gives, 0.
         temperature: `T` of both models. It divides the logits of "cosine" and "mse" too (the first does not change).

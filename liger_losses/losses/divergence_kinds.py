@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import head_share
+
 
 @dataclass(frozen=True)
 class DivergenceNumbers:
@@ -140,12 +142,7 @@ def _alpha(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
 
 def _akl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
     with torch.no_grad():
-        gap = (log_s.exp() - log_t.exp()).abs()
-        sorted_t, order = log_t.exp().sort(dim=-1, descending=True, stable=True)
-        in_head = (sorted_t.cumsum(-1) - sorted_t) < numbers.mu
-        head = (gap.gather(-1, order) * in_head).sum(-1)
-        total = gap.sum(-1)
-        share = torch.where(total > 0, head / total.masked_fill(total == 0, 1), 0.5).clamp(max=1)
+        share = head_share(log_s.exp(), log_t.exp(), numbers.mu)
     forward, reverse = _forward_kl(log_s, log_t, numbers), _reverse_kl(log_s, log_t, numbers)
     value = share * forward.masked_fill(share == 0, 0) + (1 - share) * reverse.masked_fill(share == 1, 0)
     return _with_infinite(value, (reverse == torch.inf) & (share < 1))
@@ -195,8 +192,8 @@ DIVERGENCES: dict[str, DivergenceKind] = {
     ),
     "akl": DivergenceKind(
         _akl,
-        "w KL(t||s) + (1 - w) KL(s||t), w = sum over head |t - s| / sum |t - s| (constant); head: fewest, most "
-        "probable tokens of t that reach the mass mu",
+        "w KL(t||s) + (1 - w) KL(s||t), w = sum over head |t - s| / sum |t - s| (constant); head: fewest most "
+        "probable tokens of t that reach the mass mu, with all of the last one's probability",
         "Wu et al., Rethinking Kullback-Leibler Divergence in Knowledge Distillation, arXiv:2404.02657",
         (("mu", 0.5),),
         is_f=False,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_flag, check_float_tensor, check_number
+from .._checks import check_flag, check_float_tensor, check_number
 from .pairs import chosen_response_nll, pair_metrics, pair_totals, split_pairs
 from .preference import DPOObjective
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs

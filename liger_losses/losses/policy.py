@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import check_count, check_float_tensor, check_mask
+from .._checks import check_count, check_float_tensor, check_mask
 from .policy_options import PolicyOptions
 from .policy_terms import KL_ESTIMATORS, on_policy_mask, sampler_ratio, top_entropy_mask, value_loss
 from .policy_types import Tokens, bounded_exp, vespo_log_correction, vespo_log_weight, vespo_phi

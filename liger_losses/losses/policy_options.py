@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._checks import check_choice, check_flag, check_number
+from .._checks import check_choice, check_flag, check_number
 from .policy_terms import KL_ESTIMATORS, SAMPLER_MODES
 from .policy_types import POLICY_TYPES, PolicyType
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_float_tensor, check_number, check_shape
+from .._checks import check_choice, check_float_tensor, check_number, check_shape
 from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference_types import LOSS_TYPES, LossType, Pairs
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape
+from .._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape
 from .f_divergence import f_divergence_score
 from .pairs import pair_count, pair_metrics, pair_totals, split_pairs
 from .preference_types import FLIPS, logistic

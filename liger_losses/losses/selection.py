@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_number
+from .._checks import check_choice, check_number
 
 
 @dataclass(frozen=True, kw_only=True)

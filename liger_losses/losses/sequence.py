@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import check_mask
+from .._checks import check_mask
 from .pairs import pair_count, split_pairs
 
 

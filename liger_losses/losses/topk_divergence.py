@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_float_tensor, check_mask
+from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names
 from .divergence import check_divergence, check_pair, check_row_mask, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
 from .policy_terms import KL_ESTIMATORS
@@ -164,24 +164,20 @@ class SampledKLLoss:
         return ("logprob",)
 
     def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        unknown = sorted(set(inputs) - {"teacher_logprobs", "token_weights", "num_items_in_batch"})
-        if unknown:
-            raise ValueError(
-                f"inputs: got {', '.join(unknown)}, expected teacher_logprobs, token_weights, num_items_in_batch"
-            )
+        check_names("inputs", inputs, ("teacher_logprobs", "token_weights", "num_items_in_batch"))
         if "teacher_logprobs" not in inputs:
             raise ValueError("inputs: got no teacher_logprobs, expected a tensor [R, T]")
         for name in ("teacher_logprobs", "token_weights"):
             if name in inputs:
                 check_float_tensor(name, inputs[name], tuple(mask.shape))
-        count = inputs.get("num_items_in_batch")
-        if count is not None and count.dim() != 0:
-            raise ValueError(f"num_items_in_batch: got shape {list(count.shape)}, expected one number")
-        return {name: value.detach() for name, value in inputs.items()}
+        if "num_items_in_batch" in inputs:
+            check_count("num_items_in_batch", inputs["num_items_in_batch"])
+        return {name: value.detach().to(mask.device, non_blocking=True) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        scored = mask.sum().clamp_min(1)
-        return {"tokens": inputs.get("num_items_in_batch", scored), "scored": scored}
+        scored = mask.sum()
+        tokens = inputs.get("num_items_in_batch", scored)
+        return {"tokens": tokens.clamp_min(1), "scored": scored.clamp_min(1)}
 
     def __call__(
         self,

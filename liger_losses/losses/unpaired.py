@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape
+from .._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape
 from .sequence import sequence_logprobs
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")

@@ -28,7 +28,6 @@ from .reference_free import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTPOLoss,
 )
-from .topk import linear_topk_logprobs
 from .unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 
 __all__ = [
@@ -52,5 +51,4 @@ __all__ = [
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerTVDLoss",
-    "linear_topk_logprobs",
 ]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_float_tensor
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from ..chunked.head import check_head
 from ..chunked.planner import check_tiling
 from ..chunked.tokens import check_ignore_index, check_target
 from ..kernels import LogitTransform
-from ..losses._checks import check_float_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +151,7 @@ def check_head_as(
     names: tuple[str, str, str], hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, shape: torch.Size
 ) -> None:
     """The engine's own check of a head, under the names the caller used."""
-    try:
-        check_head(hidden, weight, bias, shape)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        message = str(error)
-        for engine, caller in zip(("hidden", "weight", "bias"), names, strict=True):
-            message = message.replace(engine, caller)
-        raise type(error)(message) from None
+    check_head(hidden, weight, bias, shape, names)
 
 
 def fused_loss(

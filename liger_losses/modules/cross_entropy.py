@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_count, check_flag, check_float_tensor
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
 from ..chunked.tokens import upload
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
-from ..losses._checks import check_choice, check_count, check_flag, check_float_tensor
 from .base import CallOptions, check_accumulator, check_head_as
 from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_flag, check_number
 from ..chunked.tokens import check_ignore_index, check_integer
-from ..losses._checks import check_choice, check_flag, check_number
 from ..losses.divergence import check_pair, kl_terms, logprob_divergence, scored_rows
 from ..losses.divergence_kinds import total_variation_terms
 

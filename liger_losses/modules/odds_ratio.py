@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._checks import check_shape
 from ..chunked import ScoredTokens
 from ..losses import ReferenceFreeLoss
-from ..losses._checks import check_shape
 from .base import check_head_as, check_rows
 from .engine_options import EngineOptions, with_engine_options
 from .reference_free import METRICS, ReferenceFreeModule

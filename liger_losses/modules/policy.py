@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_count, check_flag, check_shape
 from ..chunked.tokens import check_target
 from ..losses import GRPOLoss
-from ..losses._checks import check_choice, check_count, check_flag, check_shape
 from ..losses.policy_types import POLICY_TYPES
 from .base import CallOptions, Reference, fused_loss
 from .engine_options import TilingOptions, with_tiling_options

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._checks import check_flag
 from ..chunked import ScoredTokens
 from ..losses import DPOLoss
-from ..losses._checks import check_flag
 from ..losses.pairs import pair_count
 from .base import CallOptions, Reference, check_rows, fused_loss
 from .engine_options import ReferenceOptions, with_reference_options

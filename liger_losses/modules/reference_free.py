@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_flag
 from ..chunked import ScoredTokens
 from ..losses import ReferenceFreeLoss
-from ..losses._checks import check_choice, check_flag
 from .base import CallOptions, check_rows, fused_loss
 from .engine_options import EngineOptions, with_engine_options
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._checks import check_flag, check_float_tensor
 from ..chunked import ScoredTokens
-from ..losses._checks import check_flag, check_float_tensor
 from ..losses.unpaired import BCOLoss, KTOLoss, UnpairedLoss, check_labels, running_mean
 from .base import CallOptions, Reference, check_rows, fused_loss
 from .engine_options import ReferenceOptions, with_reference_options

@@ -131,7 +131,7 @@ class Allocations(TorchDispatchMode):
 @pytest.fixture
 def small_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch twin's own temporaries, which the Triton kernel has none of, made small."""
-    monkeypatch.setattr(tile_statistics, "_TWIN_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", 1 << 14)
 
 
 def per_token_bytes(case: Case) -> int:

@@ -299,10 +299,7 @@ def test_any_leading_shape() -> None:
     assert divergence(student[:0], teacher[:0]).shape == (0,)
 
 
-FUSED = [kind for kind in DIVERGENCES if kind != "akl"]  # whose head needs the teacher's order
-
-
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("temperatures", [(1.0, None), (1.6, None), (2.0, 0.8)])
 def test_the_fused_form_is_this(kind: str, temperatures: tuple[float, float | None]) -> None:
     generator = torch.Generator().manual_seed(4)
@@ -324,6 +321,38 @@ def test_the_fused_form_is_this(kind: str, temperatures: tuple[float, float | No
     torch.testing.assert_close(*(torch.autograd.grad(v, (h_s, w_s), upstream) for v in (fused, unfused)))
 
 
+@pytest.mark.parametrize("vocabulary", ["shared", "padded"])
+@pytest.mark.parametrize("sizes", [(V, V + 4), (V + 4, V)], ids=str)
+@pytest.mark.parametrize("strategy", ["cached", "recompute"])
+def test_the_fused_form_over_vocabularies_of_two_sizes(strategy: str, sizes: tuple[int, int], vocabulary: str) -> None:
+    """Where one side has no entry, too, the gradient is that of probability 0."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight, teacher = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((6, 5), (sizes[0], 5), (6, sizes[1]))
+    )
+    hidden.requires_grad_(), weight.requires_grad_()
+    target = torch.arange(6)
+    tested = 0
+    for kind in DIVERGENCES:
+        options = {"kind": kind, "vocabulary": vocabulary, "temperature": 1.5}
+        logits = hidden @ weight.T
+        try:
+            unfused = divergence(logits, teacher, **options)
+        except ValueError as error:  # infinite, or of logits
+            assert vocabulary == "padded", error
+            assert kind in ("forward_kl", "reverse_kl", "jeffreys", "akl", "cosine", "mse")
+            continue
+        fused = linear_divergence(
+            hidden, weight, target, teacher_logits=teacher, divergence=Divergence(**options), strategy=strategy
+        )
+        torch.testing.assert_close(fused, unfused)
+        upstream = torch.rand(6, generator=generator, dtype=torch.float64)
+        torch.testing.assert_close(*(torch.autograd.grad(v, (hidden, weight), upstream) for v in (fused, unfused)))
+        tested += 1
+    assert tested == (len(DIVERGENCES) if vocabulary == "shared" else 6)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -332,6 +361,9 @@ def test_the_fused_form_is_this(kind: str, temperatures: tuple[float, float | No
         {"kind": "jsd", "beta": 1.0},
         {"kind": "skewed_reverse_kl", "skew": 0.4},
         {"kind": "alpha", "alpha": -0.5},
+        {"kind": "akl", "mu": 0.0},
+        {"kind": "akl", "mu": 0.8},
+        {"kind": "akl", "mu": 1.0},
     ],
     ids=str,
 )

@@ -242,7 +242,7 @@ def test_sampled_refusals() -> None:
         SampledKLLoss(estimator="k4")
     with pytest.raises(ValueError, match="inputs: got no teacher_logprobs"):
         SampledKLLoss().prepare(mask, {})
-    with pytest.raises(ValueError, match="inputs: got advantages, expected teacher_logprobs"):
+    with pytest.raises(ValueError, match="inputs: got advantages, expected names out of teacher_logprobs"):
         SampledKLLoss().prepare(mask, {"advantages": ZERO})
     with pytest.raises(ValueError, match=r"teacher_logprobs: got shape \[2, 2\], expected \[2, 3\]"):
         sampled_kl(ZERO, ZERO[:, :2])

@@ -50,7 +50,7 @@ OPTIONS = [
 def test_is_the_gather_of_whole_logits(options: dict, bias: bool, together: int | None, monkeypatch) -> None:
     hidden, weight, ids, offset = case(bias=bias)
     if together is not None:
-        monkeypatch.setattr("liger_losses.modules.topk._DEFAULT_BUDGET", together * K * H * 16)
+        monkeypatch.setattr("liger_losses.chunked.topk._DEFAULT_BUDGET", together * K * H * 16)
     value = linear_topk_logprobs(hidden, weight, ids, offset, **options)
     expected = unfused(hidden, weight, ids, offset, **options)
     torch.testing.assert_close(value, expected)
@@ -84,7 +84,7 @@ def test_low_precision_sums_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_memory_budget_bounds_the_gathered_rows(monkeypatch) -> None:
-    from liger_losses.modules import topk
+    from liger_losses.chunked import topk
 
     seen = []
     gathered = topk._gathered

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chunked import linear_logprobs
-from ..chunked.deferred import outside_autocast
-from ..chunked.head import Precision, check_head, choose_precision
-from ..chunked.head_tensors import make_transform
-from ..chunked.tokens import check_ignore_index, check_target
+from .api import linear_logprobs
+from .deferred import outside_autocast
+from .head import Precision, check_head, choose_precision
+from .head_tensors import make_transform
+from .tokens import check_ignore_index, check_target
 
 # Bytes of gathered rows of the weight at a time, where the caller names no budget.
 _DEFAULT_BUDGET = 64 * 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -32,6 +33,18 @@ def check_count(name: str, value: object) -> Tensor:
         return value
     check_number(name, value, above=0)
     return torch.as_tensor(value)
+
+
+def check_names(argument: str, given: Iterable[str], known: tuple[str, ...]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"{argument}: got {', '.join(unknown)}, expected names out of {', '.join(known)}")
+
+
+def check_divides(name: str, reduction: str) -> None:
+    """Raise for a count given to a reduction that has no use for it."""
+    if reduction == "sum":
+        raise ValueError(f"{name}: got a count, expected none with reduction='sum', which divides by nothing")
 
 
 def check_flag(name: str, value: object) -> None:
