@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_losses.kernels import (
     ACTIVATIONS,
+    fastest,
     fused_add_rms_norm,
     gated_activation,
     implementation,
@@ -79,6 +80,50 @@ def test_rotary(layout: str, width: int, size: int) -> None:
     q, k = (make(2, 513, n, size, seed=n).detach().transpose(1, 2).requires_grad_() for n in (32, 8))
     cos, sin = (make(2, 513, width, seed=i).detach() for i in (1, 2))
     check(lambda q, k: rotary(q, k, cos.to(q.dtype), sin.to(q.dtype), layout=layout), [q, k], 8)
+
+
+@pytest.mark.parametrize("width", [256, 4096, 16384])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_norms_that_are_torchs(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a table to prefer torch's operators everywhere, results would be as exact."""
+    x, weight, bias = (make(*s, dtype=dtype, seed=i) for i, s in enumerate([(512, width), (width,), (width,)]))
+    shifted = (x.detach() + 1000).requires_grad_() if dtype == F32 else x  # B36
+    cases: list[tuple[Callable[..., Tensor], list[Tensor], float]] = [
+        (lambda x, w: rms_norm(x, w, casting_mode="gemma"), [x, weight], 512 * width),
+        (layer_norm, [shifted, weight, bias], 1000.0**2 if dtype == F32 else 512 * width),
+    ]
+    sent = make(512, width, dtype=dtype, seed=50).detach()
+    everywhere = frozenset((o, b, 5, w) for o in fastest.OPERATIONS for b in (2, 4) for w in range(4, 8))
+    for function, tensors, terms in cases:
+        twin = step(function, tensors, "torch")
+        wide = [t.detach().double().requires_grad_() for t in tensors]
+        y = function(*wide)
+        exact = [y, *torch.autograd.grad(y, wide, sent.double())]
+        with monkeypatch.context() as patch:
+            patch.setattr(fastest, "_of_device", lambda _: everywhere)
+            y = function(*tensors)
+            assert not type(y.grad_fn).__name__.startswith("_")
+            found = [y.detach(), *torch.autograd.grad(y, tensors, sent)]
+        for index, (f, e, t) in enumerate(zip(found, exact, twin, strict=True)):
+            check_close(f, e, t, f.dtype, terms=int(terms), what=str(index))
+
+
+def test_launches_on_the_tensors_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    x = make(3, 256)
+    other = x.detach().to("cuda:1").requires_grad_()
+    for _ in range(2):  # compiled, then known
+        results = [step_alone(leaf) for leaf in (x, other)]
+        for mine, theirs in zip(*results, strict=True):
+            assert theirs.device == other.device
+            assert torch.equal(mine, theirs.to(mine.device))
+
+
+def step_alone(leaf: Tensor) -> list[Tensor]:
+    with implementation("triton"):
+        y = rms_norm(leaf)
+    return [y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))]
 
 
 def test_offsets_beyond_32_bits() -> None:
