@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._head import check_head, head_options, output_head
+from liger_losses.integrations._linear_logits import linear_logits as unprojected
 from liger_losses.integrations._scoring import DIFFERENTIABLE, STATISTICS, FusedHead, FusedHeadOutput, score
 from liger_losses.integrations._verify import verify_log_probs, verify_loss
 
@@ -262,13 +263,15 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
 
     # `generate` and Trainer read the signature of forward: they must see the model's own.
     @functools.wraps(own_forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, linear_logits: bool = False, **kwargs: Any) -> Any:
         record: _Record = vars(self)[_RECORD]
-        if fused_lm_head or record.answers_labels:
+        if fused_lm_head or linear_logits or record.answers_labels:
             names = list(inspect.signature(own_forward).parameters)[1:]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if fused_lm_head:
                 return score(self, record.head, given)
+            if linear_logits:
+                return unprojected(self, record.head, given)
             if "return_logits" in kwargs:
                 asked = kwargs.pop("return_logits")
                 del given["return_logits"]
