@@ -16,9 +16,7 @@ from .runs import near
 from .tiny import tiny_model
 from .trainer_cases import Case, case
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %} <eos>{% endif %} {% endfor %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %} <eos>{% endif %} {% endfor %}"
 
 
 def _prompt(line: str) -> list[dict[str, str]]:
@@ -55,7 +53,12 @@ SAMPLING = {"max_completion_length": 8, "num_generations": 2}
 TRAINERS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "distillation": (trl.DistillationTrainer, trl.DistillationConfig, _prompts, {"max_completion_length": 8}),
     "gkd": (gkd.GKDTrainer, gkd.GKDConfig, _messages, {"max_new_tokens": 8, "max_length": 48, "lmbda": 0.0}),
-    "gold": (gold.GOLDTrainer, gold.GOLDConfig, _messages, {"max_completion_length": 8, "max_length": 48, "lmbda": 0.0}),
+    "gold": (
+        gold.GOLDTrainer,
+        gold.GOLDConfig,
+        _messages,
+        {"max_completion_length": 8, "max_length": 48, "lmbda": 0.0},
+    ),
     "iw_opd": (
         iw_opd.IWOPDTrainer,
         iw_opd.IWOPDConfig,
@@ -79,7 +82,13 @@ FAST: dict[str, Case] = {
 
 
 def build(
-    name: str, tokenizer: Any, folder: Path, options: dict[str, Any], family: str = "llama", peft: Any = None, **more: Any
+    name: str,
+    tokenizer: Any,
+    folder: Path,
+    options: dict[str, Any],
+    family: str = "llama",
+    peft: Any = None,
+    **more: Any,
 ) -> Any:
     kind, config, rows_of, own = TRAINERS[name]
     settings: dict[str, Any] = {
