@@ -37,22 +37,40 @@ def _teacher_answering(trainer: Any, scored: Tensor) -> Iterator[None]:
         trainer.teacher_model = teacher
 
 
-def _compute_loss_of(trainer: Any) -> Method:
-    """`compute_loss(model, inputs)` of a trainer that calls both models on `inputs` and masks by their labels."""
-    own = type(trainer).compute_loss
+def _two_logits(trainer: Any, head: FusedHead) -> dict[str, Method]:
+    """For a trainer that calls both models on `inputs` in `compute_loss` and masks by their labels."""
+    own, own_step = type(trainer).compute_loss, type(trainer).prediction_step
     signature = inspect.signature(own)
+    for_the_loss_only: list[bool] = []  # evaluations under way that drop the logits
+
+    @functools.wraps(own_step)
+    def prediction_step(
+        model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        for_the_loss_only.append(prediction_loss_only)
+        try:
+            return own_step(trainer, model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            for_the_loss_only.pop()
 
     @functools.wraps(own)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(trainer, *args, **kwargs)
-        if given.arguments.get("return_outputs"):  # evaluation with compute_metrics, which is handed logits
+        outputs = given.arguments.get("return_outputs", False)
+        if outputs and not (for_the_loss_only and for_the_loss_only[-1]):  # compute_metrics is handed logits
             return own(*given.args, **given.kwargs)
+        given.arguments["return_outputs"] = False
         scored = given.arguments["inputs"]["labels"] != IGNORE_INDEX
         given.arguments["model"] = WithLinearLogits(given.arguments["model"], scored)
         with _teacher_answering(trainer, scored):
-            return own(*given.args, **given.kwargs)
+            loss = own(*given.args, **given.kwargs)
+        return (loss, {}) if outputs else loss
 
-    return compute_loss
+    return {
+        "compute_loss": compute_loss,
+        "prediction_step": prediction_step,
+        "generalized_jsd_loss": _jsd_loss_of(trainer),
+    }
 
 
 def _jsd_loss_of(trainer: Any) -> Method:
@@ -80,10 +98,6 @@ def _jsd_loss_of(trainer: Any) -> Method:
         return own(*given.args, **given.kwargs)
 
     return generalized_jsd_loss
-
-
-def _two_logits(trainer: Any, head: FusedHead) -> dict[str, Method]:
-    return {"compute_loss": _compute_loss_of(trainer), "generalized_jsd_loss": _jsd_loss_of(trainer)}
 
 
 def _forward_logits_of(trainer: Any) -> Method:

@@ -42,7 +42,7 @@ class LinearLogits:
     autocast: torch.dtype | None  # in which the model's forward ran
     temperature: float = 1.0
     beta: float | None = None  # of the divergence that F.kl_div is to give; None: the KL that it is asked for
-    found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of tokens -> them, log-probabilities
+    found: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)  # tokens seen, and their log-probabilities
 
     @property
     def shape(self) -> torch.Size:
@@ -107,9 +107,11 @@ class LinearLogits:
     def gather(self, dim: int, index: Tensor) -> Tensor:
         """Log-probabilities `[*, k]` of the tokens `index` `[*, k]`; 0 where nothing is scored."""
         self._last(dim, "gather")
-        if id(index) not in self.found:
-            self.found[id(index)] = index, self._log_probs(index)
-        return self.found[id(index)][1]
+        # TRL asks for the same tokens' more than once. They are kept, so that their address stays theirs.
+        key = (index.data_ptr(), index.shape, index.stride(), index._version, torch.is_grad_enabled())
+        if key not in self.found:
+            self.found[key] = index, self._log_probs(index)
+        return self.found[key][1]
 
     def topk(self, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens, `[*, k]` each, the likeliest first."""
