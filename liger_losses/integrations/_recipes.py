@@ -123,6 +123,7 @@ RECIPES: dict[str, Recipe] = {
     "GRPOTrainer": _POLICY,
     "GMPOTrainer": _POLICY,
     "RLOOTrainer": _POLICY,
+    "AsyncGRPOTrainer": _POLICY,
     "ORPOTrainer": Recipe(labels={"concatenated_forward": _orpo_labels}, **_PAIRS),
     "CPOTrainer": Recipe(labels={"concatenated_forward": _cpo_labels}, **_PAIRS),
     "TPOTrainer": Recipe(
@@ -148,7 +149,6 @@ RECIPES: dict[str, Recipe] = {
 
 # Why a trainer of TRL's has no recipe, where that is not plain.
 WITHOUT_RECIPE = {
-    "AsyncGRPOTrainer": "it cannot be built without a GPU and a vLLM server",
     "AsyncDistillationTrainer": "it cannot be built without a GPU and vLLM servers, one of them for the teacher",
     "ServerDistillationTrainer": "its teacher is a server, which sends some log-probabilities and no hidden states",
 }

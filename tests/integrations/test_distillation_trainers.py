@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("trl")
 
 from torch.profiler import ProfilerActivity, profile
-from trl.experimental import async_distillation, async_grpo, server_distillation
+from trl.experimental import async_distillation, server_distillation
 
 from liger_losses.integrations.trl import FuseReport, fuse_trainer, unfuse_trainer
 
@@ -75,15 +76,17 @@ def test_the_policy_as_its_teacher_with_another_adapter(name: str, kind: str, tm
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["gkd", pytest.param("iw_opd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["iw_opd", pytest.param("sdft", marks=pytest.mark.slow)])
 def test_adapter_on_the_head(name: str, kind: str, tmp_path: Path) -> None:
+    # TRL refuses it in the trainers that read the head's weight, or derive from one that does.
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=kind == "dora", lora_dropout=0.0
     )
-    report, _ = compare(name, tmp_path, case(), peft=config)
+    options = {**WHOLE, "teacher_model_kind": "base"} if name == "sdft" else {}
+    report, _ = compare(name, tmp_path, case(**options), peft=config)
     assert report.policy.adapter
-    assert not report.teacher.adapter  # type: ignore[union-attr]
+    assert report.teacher is None or not report.teacher.adapter
 
 
 @pytest.mark.slow
@@ -112,10 +115,11 @@ def _products_of_one_step(trainer: Any) -> tuple[float, int]:
         trainer.compute_loss(trainer.model, inputs).backward()
     operations, rows_seen = 0, set()
     for event in profiler.events():
-        first = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}.get(event.name)
+        first = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::bmm": 0}.get(event.name)
         if first is not None:
-            (rows, inner), (_, columns) = event.input_shapes[first : first + 2]
+            (*batch, rows, inner), (*_, columns) = event.input_shapes[first : first + 2]
             if 200 in (rows, inner, columns):
+                rows *= math.prod(batch)
                 operations += 2 * rows * inner * columns
                 rows_seen |= {rows, inner} - {200, 32}
     return operations / (2 * 32 * 200), max(rows_seen)
@@ -135,13 +139,17 @@ PRODUCTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_those_of_the_report(name: str, tmp_path: Path) -> None:
-    kind, options = name.partition(":")[0], PRODUCTS[name]
-    native, positions = _products_of_one_step(build(kind, tmp_path / "native", options))
-    trainer = build(kind, tmp_path / "fused", options)
+    kind, options = name.partition(":")[0], dict(PRODUCTS[name])
+    if kind != "gkd":  # so that no number of positions is the hidden size
+        options["max_completion_length"] = 10
+    # All samples succeed, so that there is something for SDPO to distil from.
+    more = {"reward_funcs": lambda completions, **_: [1.0] * len(completions)} if kind == "sdpo" else {}
+    native, positions = _products_of_one_step(build(kind, tmp_path / "native", options, **more))
+    trainer = build(kind, tmp_path / "fused", options, **more)
     report = fuse_trainer(trainer)
     fused, scored = _products_of_one_step(trainer)
     assert native / positions == report.products_before
-    assert fused / scored == pytest.approx(report.products_after, abs=0.6 if kind == "sdpo" else 1e-9)
+    assert fused / scored == report.products_after
     assert scored <= positions
 
 
@@ -207,7 +215,6 @@ class TestFusing:
     @pytest.mark.parametrize(
         ("kind", "message"),
         [
-            (async_grpo.AsyncGRPOTrainer, "a GPU and a vLLM server"),
             (async_distillation.AsyncDistillationTrainer, "vLLM servers"),
             (server_distillation.ServerDistillationTrainer, "its teacher is a server"),
         ],

@@ -55,7 +55,7 @@ def test_readings_are_those_of_the_logits(name: str, family: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("budget", [None, 5000])
+@pytest.mark.parametrize("budget", [None, 400_000])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 def test_divergences(beta: float, budget: int | None) -> None:
     model, logits, linear = _both(memory_budget=budget)
@@ -120,7 +120,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "another kl_div": lambda z: F.kl_div(z, z.detach(), reduction="sum", log_target=True),
     "against other numbers": lambda z: F.kl_div(z, torch.zeros(2, 6, 200), reduction="none", log_target=True),
     "gradient to both": lambda z: F.kl_div(z, z, reduction="none", log_target=True),
-    "__add__|add": lambda z: torch.ones(()) + z,
+    "add": lambda z: torch.add(z, 1.0),
 }
 
 
