@@ -94,7 +94,8 @@ def fuse_head(
 
     Raises:
         ValueError: An option is out of range, the head cannot be fused (an adapter other than LoRA and DoRA,
-            quantised, logits that are not those of a plain head), or what it gives is not what the model gives.
+            quantised other than by bitsandbytes, logits that are not those of a plain head), or what it gives is not
+            what the model gives.
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
     if hasattr(model, "get_base_model"):
@@ -121,8 +122,8 @@ def fuse_head(
     linear = output_head(model)
     head = FusedHead(
         model=type(model).__name__,
-        vocabulary=linear.linear.weight.shape[0],
-        hidden=linear.linear.weight.shape[1],
+        vocabulary=linear.shape[0],
+        hidden=linear.shape[1],
         bias=linear.linear.bias is not None,
         trainable=linear.trainable,
         options=options,
