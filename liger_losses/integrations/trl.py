@@ -182,11 +182,15 @@ def _recipe_of(trainer: Any) -> Recipe:
 
 
 def _models_of(trainer: Any, recipe: Recipe) -> dict[str, Any]:
-    models = {"policy": trainer.accelerator.unwrap_model(trainer.model)}
+    def unwrapped(model: Any) -> Any:
+        # accelerate has compiled reference and teacher by now; the policy is compiled when training begins.
+        return trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+    models = {"policy": unwrapped(trainer.model)}
     if getattr(trainer, "ref_model", None) is not None:
-        models["reference"] = trainer.accelerator.unwrap_model(trainer.ref_model)
+        models["reference"] = unwrapped(trainer.ref_model)
     if recipe.teacher is not None:
-        teacher = trainer.accelerator.unwrap_model(getattr(trainer, recipe.teacher))
+        teacher = unwrapped(getattr(trainer, recipe.teacher))
         if teacher is not models["policy"]:
             models["teacher"] = teacher
     return models
