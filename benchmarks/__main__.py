@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`), profile a step (`profile`), write the page (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`; `trainers`), profile a step, write the page (`report`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from liger_losses.kernels import fastest
 
-from . import layer_tables, layers, measure, profiling, results
+from . import layer_tables, layers, measure, profiling, results, trainers
 from .cases import CASES
 from .ours import IMPLEMENTATIONS
 
@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument(
         "--tables", action="store_true", help="write the table of where torch's norms are faster instead"
     )
+    trainer = commands.add_parser("trainers", parents=[shared], help="time a step of TRL's trainers")
+    trainer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    trainer.add_argument("--repeats", type=int, default=trainers.REPEATS)
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -141,6 +144,24 @@ def _tables(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 0
 
 
+def _trainers(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    cases = trainers.CASES if device.type == "cuda" else trainers.QUICK
+    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    if not cases:
+        return _refuse("no trainer case has such a name")
+    record["settings"] = {"repeats": options.repeats}
+    record["trainers"] = []
+
+    def save(report: dict[str, Any]) -> None:
+        record["trainers"].append(report)
+        results.save(record, options.out, kind="-trainers")
+
+    failures = trainers.run(cases, device, options.repeats, save)
+    print(f"\n{'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -159,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    command = {"run": _run, "profile": _profile, "layers": _layers}[options.command]
+    command = {"run": _run, "profile": _profile, "layers": _layers, "trainers": _trainers}[options.command]
     if options.command == "layers" and options.tables:
         command = _tables
     return command(options, _record(options, arguments))

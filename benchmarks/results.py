@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from . import trainers
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -75,13 +77,16 @@ def save_table(table: dict[str, Any], folder: Path) -> Path:
     return path
 
 
+KINDS = ("cases", "layers", "trainers")
+
+
 def newest(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest record of each device, kind of benchmark and label, losses before layers. Profiles are none."""
+    """The newest record of each device, kind of benchmark and label: losses, layers, trainers. Profiles are none."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     records.sort(key=lambda record: record["environment"]["date"])
     found = {
         (record["environment"]["device"], kind, record.get("label", "")): record
-        for kind in ("cases", "layers")
+        for kind in KINDS
         for record in records
         if kind in record
     }
@@ -173,12 +178,15 @@ def page(records: Iterable[dict[str, Any]]) -> str:
             f"`{record['command']}` at commit `{where['commit']}`;",
         ]
         lines += [f"driver {where['driver']}, CUDA {where['cuda']}, Python {where['python']}, {versions}."]
-        legend = LEGEND if "cases" in record else LAYER_LEGEND
+        legends = {"cases": LEGEND, "layers": LAYER_LEGEND, "trainers": trainers.LEGEND}
+        legend = next(text for kind, text in legends.items() if kind in record)
         lines += ["", legend.format(**record["settings"]).rstrip()]
         for report in record.get("cases", []):
             lines += ["", f"### {report['title']}", "", *table(report)]
         for report in record.get("layers", []):
             lines += ["", f"### {report['case']}", "", *layer_table(report)]
+        for report in record.get("trainers", []):
+            lines += ["", f"### {report['title']}", "", *trainers.table(report)]
     return "\n".join(lines) + "\n"
 
 

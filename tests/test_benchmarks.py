@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import layers, measure, results
+from benchmarks import layers, measure, results, stand_ins, trainers
 from benchmarks.__main__ import main
 from benchmarks.cases import CASES, WORKLOADS, Case, Inputs, make_inputs
 from benchmarks.distillation import whole_logits
@@ -197,6 +197,46 @@ def test_a_wrong_layer_of_ours_is_not_timed() -> None:
     (row,) = layers.run_case(layers.TINY[1], [wrong], CPU, repeats=1)["rows"]
     assert row["status"] == "outside the error bound"
     assert "ms" not in row
+
+
+def test_trainers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    assert main(["trainers", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert [report["case"] for report in record["trainers"]] == [case.name for case in trainers.QUICK]
+    for report in record["trainers"]:
+        own = next(row for row in report["rows"] if row["implementation"] == "TRL")
+        for row in report["rows"]:
+            assert row["status"] == "ok"
+            assert row["loss"] == pytest.approx(own["loss"], rel=1e-4)
+            assert row["grad_norm"] == pytest.approx(own["grad_norm"], rel=1e-4)
+            assert row["tokens_per_second"] == pytest.approx(4 * 24 * 1000 / row["ms"])
+    assert "ours passed every gate" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    assert main(["report", str(path), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert all(f"### {case.title}" in text for case in trainers.QUICK)
+    assert main(["trainers", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
+
+
+def test_a_wrong_trainer_of_ours_is_flagged() -> None:
+    own = {"implementation": "TRL", "loss": 1.0, "grad_norm": 2.0}
+    assert trainers._near({"loss": 1.02, "grad_norm": 2.0}, own)
+    assert not trainers._near({"loss": 1.0, "grad_norm": 2.2}, own)
+    rows = [{**own, "status": "ok"}, {"implementation": "fuse_trainer", "status": "out of memory"}]
+    assert trainers.failed({"case": "dpo", "rows": rows}) == ["dpo: fuse_trainer"]
+
+
+def test_stand_ins() -> None:
+    rows = stand_ins.Rows.from_list([{"a": 1}, {"a": 5}])
+    more = rows.map(lambda row, by: {"b": row["a"] * by}, fn_kwargs={"by": 2}, num_proc=4)
+    assert more.column_names == ["a", "b"]
+    assert list(more.filter(lambda row: row["b"] > 2, desc="some")) == [{"a": 5, "b": 10}]
+    with pytest.raises(ModuleNotFoundError, match=r"pandas\.DataFrame is a stand-in"):
+        stand_ins._StandIn("pandas").DataFrame()
+    if not stand_ins._missing("datasets") and not stand_ins._missing("pyarrow") and not stand_ins._missing("pandas"):
+        assert stand_ins.install() == []
 
 
 def test_suites() -> None:

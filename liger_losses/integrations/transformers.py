@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._head import check_head, head_options, output_head
+from liger_losses.integrations._linear_logits import linear_logits as unprojected
 from liger_losses.integrations._scoring import DIFFERENTIABLE, STATISTICS, FusedHead, FusedHeadOutput, score
 from liger_losses.integrations._verify import verify_log_probs, verify_loss
 from liger_losses.integrations.layers import LayerReport, fuse_layers, unfuse_layers
@@ -106,7 +107,8 @@ def fuse_head(
 
     Raises:
         ValueError: An option is out of range, the head cannot be fused (an adapter other than LoRA and DoRA,
-            quantised, logits that are not those of a plain head), or what it gives is not what the model gives.
+            quantised other than by bitsandbytes, logits that are not those of a plain head), or what it gives is not
+            what the model gives.
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
     if hasattr(model, "get_base_model"):
@@ -133,8 +135,8 @@ def fuse_head(
     linear = output_head(model)
     head = FusedHead(
         model=type(model).__name__,
-        vocabulary=linear.linear.weight.shape[0],
-        hidden=linear.linear.weight.shape[1],
+        vocabulary=linear.shape[0],
+        hidden=linear.shape[1],
         bias=linear.linear.bias is not None,
         trainable=linear.trainable,
         options=options,
@@ -275,13 +277,15 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
 
     # `generate` and Trainer read the signature of forward: they must see the model's own.
     @functools.wraps(own_forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, linear_logits: bool = False, **kwargs: Any) -> Any:
         record: _Record = vars(self)[_RECORD]
-        if fused_lm_head or record.answers_labels:
+        if fused_lm_head or linear_logits or record.answers_labels:
             names = list(inspect.signature(own_forward).parameters)[1:]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if fused_lm_head:
                 return score(self, record.head, given)
+            if linear_logits:
+                return unprojected(self, record.head, given)
             if "return_logits" in kwargs:
                 asked = kwargs.pop("return_logits")
                 del given["return_logits"]
