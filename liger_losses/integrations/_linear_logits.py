@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from liger_losses.chunked import Divergence, linear_divergence, linear_logprobs
+from liger_losses.chunked import Divergence, linear_divergence, linear_logprobs, linear_topk_logprobs
 from liger_losses.integrations._head import backbone_of, output_head
 from liger_losses.integrations._scored_logits import IGNORE_INDEX, positions_of
 from liger_losses.integrations._scoring import FusedHead, backbone_inputs
-from liger_losses.modules import linear_topk_logprobs
 
 _TILE = 64 * 2**20  # bytes of logits at a time in which the likeliest tokens are looked for, without a budget
 
