@@ -22,17 +22,18 @@ from .ours import IMPLEMENTATIONS
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    label = argparse.ArgumentParser(add_help=False)
+    label.add_argument("--label", default="", help="keep and report this run apart from those of other labels")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, default=results.RESULTS, help="folder for the JSON file")
     shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     shared.add_argument("--commit", help="commit to record where there is no git checkout")
-    run = commands.add_parser("run", parents=[shared], help="time all implementations")
+    run = commands.add_parser("run", parents=[shared, label], help="time all implementations")
     run.add_argument("--quick", action="store_true", help="one head, one shape a workload")
     run.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     run.add_argument("--impl", action="append", help="only implementations whose name contains this; repeatable")
     run.add_argument("--repeats", type=int, default=measure.REPEATS)
     run.add_argument("--reference", choices=("float64", "float32"), default="float64", help="dtype of the true result")
-    run.add_argument("--label", default="", help="keep and report this run apart from those of other labels")
     run.add_argument("--list", action="store_true", help="name cases and implementations, and stop")
     trace = commands.add_parser("profile", parents=[shared], help="profile one step and look for synchronisation")
     trace.add_argument("--case", default="dpo-4x2048/llama3-8b", choices=list(CASES), metavar="CASE")
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument(
         "--tables", action="store_true", help="write the table of where torch's norms are faster instead"
     )
-    trainer = commands.add_parser("trainers", parents=[shared], help="time a step of TRL's trainers")
+    trainer = commands.add_parser("trainers", parents=[shared, label], help="time a step of TRL's trainers")
     trainer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     trainer.add_argument("--repeats", type=int, default=trainers.REPEATS)
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
@@ -151,11 +152,11 @@ def _trainers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     if not cases:
         return _refuse("no trainer case has such a name")
     record["settings"] = {"repeats": options.repeats}
-    record["trainers"] = []
+    record["label"], record["trainers"] = options.label, []
 
     def save(report: dict[str, Any]) -> None:
         record["trainers"].append(report)
-        results.save(record, options.out, kind="-trainers")
+        results.save(record, options.out, kind="-trainers" + f"-{options.label}" * bool(options.label))
 
     failures = trainers.run(cases, device, options.repeats, save)
     print(f"\n{'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
