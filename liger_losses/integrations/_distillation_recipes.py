@@ -236,11 +236,23 @@ def _self_distillation_products(trainer: Any, trained: int) -> tuple[int, int, i
 
 
 def _iw_opd_products(trainer: Any, trained: int) -> tuple[int, int, int]:
+    slots, beta = trainer.loss_top_k, trainer.beta
+    vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     if trainer.distillation_objective == "iw_opd":
         return _some(0, trained)
-    if trainer.loss_top_k == 0:
+    if not 0 < slots < vocabulary:
         return _whole(trainer, trained)
-    return 3 + trained, 5 + trained, 5 + trained
+    # Products beside those of the student's log-probabilities: to find the likeliest of either, whose log-probabilities
+    # TRL then has too, asked for or not; and the teacher's of the tokens that are compared.
+    if slots == 1 and beta > 0:
+        slots, more = (1 if beta == 1 else 2), 3 + (trainer.reverse_kl_top_1_mode == "argmax")
+    elif 0 < beta < 1:
+        slots, more = 2 * slots, 2 + 3
+    else:
+        more = 2
+    # Several tokens a position take the log-sum-exp of each row, whose strategy is to recompute.
+    kept = 2 + trained + (slots > 1) + more
+    return 3 + trained, kept, 3 + trained + more if trained else kept
 
 
 _TWO_LOGITS: dict[str, Any] = {

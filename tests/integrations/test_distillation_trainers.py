@@ -130,14 +130,35 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "distillation: mixed": MIXED,
     "gkd": {},
     "iw_opd": {},
-    "iw_opd: top k": {"distillation_objective": "jsd", "loss_top_k": 4, "beta": 0.0},
+    **{
+        f"iw_opd: top {k}, beta {beta}, {mode}": {
+            "distillation_objective": "jsd",
+            "loss_top_k": k,
+            "beta": beta,
+            "reverse_kl_top_1_mode": mode,
+        }
+        for k, beta, mode in (
+            (4, 0.0, "sampled"),
+            (4, 0.3, "sampled"),
+            (4, 1.0, "sampled"),
+            (1, 0.0, "sampled"),
+            (1, 0.3, "argmax"),
+            (1, 1.0, "sampled"),
+            (300, 0.3, "sampled"),
+        )
+    },
     "sdft: sampled": SAMPLED,
     "sdft: top k": TOP,
     "sdpo: half of it a policy gradient": {"distillation_weight": 0.5},
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+QUICK_PRODUCTS = ("distillation: mixed", "gkd", "iw_opd", "sdft: top k")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK_PRODUCTS else (pytest.mark.slow,)) for n in PRODUCTS]
+)
 def test_products_are_those_of_the_report(name: str, tmp_path: Path) -> None:
     kind, options = name.partition(":")[0], dict(PRODUCTS[name])
     if kind != "gkd":  # so that no number of positions is the hidden size
