@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .active_columns import add_rows, gather_columns, gather_rows
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
+from .column_extent import column_extent
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
@@ -33,13 +35,17 @@ __all__ = [
     "LogitTransform",
     "RowState",
     "TeacherTile",
+    "add_rows",
     "bernoulli_tile",
+    "column_extent",
     "differentiable_once",
     "divergence_gradient",
     "divergence_tile",
     "fold_tile",
     "fused_add_rms_norm",
     "gated_activation",
+    "gather_columns",
+    "gather_rows",
     "implementation",
     "layer_norm",
     "matmul",

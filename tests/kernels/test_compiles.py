@@ -33,7 +33,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from liger_losses.kernels import (  # noqa: E402
+    active_columns_triton,
     bernoulli_tile_triton,
+    column_extent_triton,
     divergence_tile_triton,
     scaled_cast_triton,
     tile_gradient_triton,
@@ -100,7 +102,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def replace(module: Any, name: str) -> Launch:
-        launch = Launch(getattr(module, name), module._BLOCK)  # on a GPU; the interpreter's is smaller
+        # On a GPU; the interpreter's is smaller.
+        launch = Launch(getattr(module, name), getattr(module, "_BLOCK", None))
         monkeypatch.setattr(module, name, launch)
         return launch
 
@@ -264,3 +267,33 @@ def test_scaled_cast_kernel(
     )
     assert launch.vector("ld") == launch.best(kind)
     assert launch.vector("st") == launch.best(dtype)
+
+
+@pytest.mark.parametrize("scale", [None, VECTOR], ids=["no scale", "scale"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("kind", [BF16, F16, F32], ids=str)
+def test_extent_kernel(
+    compiler: Callable[[Any, str], Launch], kind: torch.dtype, aligned: bool, scale: Tensor | None
+) -> None:
+    launch = compiler(column_extent_triton, "_extent_kernel")
+    column_extent_triton.column_extent_triton(rows(kind, aligned=aligned), scale)
+    assert launch.assembly
+    assert not aligned or launch.vector("ld") == 16
+    assert not launch.atomics()
+
+
+@pytest.mark.parametrize("kind", [BF16, F32], ids=str)
+def test_active_columns_kernels(compiler: Callable[[Any, str], Launch], kind: torch.dtype) -> None:
+    ids = torch.arange(3)
+    columns, gathered, added = (
+        compiler(active_columns_triton, f"_{name}_kernel") for name in ("gather_columns", "gather_rows", "add_rows")
+    )
+    active_columns_triton.gather_columns_triton(rows(kind, aligned=True), ids, torch.zeros(ROWS, 8, dtype=kind))
+    weight, out = (torch.zeros(n, 2048, dtype=kind) for n in (9, 8))
+    active_columns_triton.gather_rows_triton(weight, ids, out)
+    active_columns_triton.add_rows_triton(torch.zeros(9, 2048), ids, torch.zeros(8, 2048))
+    assert gathered.vector("ld") == gathered.vector("st") == 16
+    assert added.vector("ld") == added.vector("st") == 16
+    for launch in (columns, gathered, added):
+        assert launch.assembly
+        assert not launch.atomics()
