@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..kernels import Divergence
+from .active import ActiveVocabularyReport, record_active_vocabulary
 from .api import fused_linear_loss, linear_logprobs
 from .distillation import DistillationLoss, fused_linear_distillation, linear_divergence
 from .logits import logit_statistics
@@ -11,6 +12,7 @@ from .planner import Plan, plan
 from .tokens import ScoredTokens
 
 __all__ = [
+    "ActiveVocabularyReport",
     "DistillationLoss",
     "Divergence",
     "Loss",
@@ -22,4 +24,5 @@ __all__ = [
     "linear_logprobs",
     "logit_statistics",
     "plan",
+    "record_active_vocabulary",
 ]

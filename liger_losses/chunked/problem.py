@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .active import CROSSOVER, PANEL
+
 
 def padded_columns(vocab_size: int) -> int:
     """Row stride of tiles: a multiple of 8 elements keeps odd vocabularies on the aligned product path."""
@@ -34,6 +36,7 @@ class Problem:
     row_counts: tuple[int, ...] = ()
     max_units: int | None = None
     unit_rows: int = 1  # rows of one unit
+    active: bool = False  # gradient products over the active columns alone
     two_heads: bool = False  # a second model's logits lie beside each tile: what it adds, in bytes
     teacher_row_bytes: int = 0  # a row projected at a time: its logits, and a copy of what they are made of
     teacher_column_bytes: int = 0  # a token and column of a vocabulary block
@@ -65,6 +68,20 @@ class Problem:
     @property
     def returned_weight(self) -> int:
         return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
+
+    def compaction_bytes(self, rows: int) -> int:
+        """What an active vocabulary adds to a tile, at most: its columns, what they are multiplied with, a product in
+        fp32, the sums that chose them, and the hidden rows of the tile that is projected meanwhile."""
+        if not self.active:
+            return 0
+        panel = min(PANEL, self.vocab_size) * self.hidden_size * (self.compute_bytes + self.statistics_bytes)
+        product = rows * self.hidden_size * (self.statistics_bytes + self.compute_bytes)
+        cuts = 2 * self.vocab_size.bit_length() + 8
+        return self.active_bytes(rows, CROSSOVER) + panel + product + cuts * self.vocab_size * 5
+
+    def active_bytes(self, rows: int, share: float) -> int:
+        """`G` of the active columns of `rows` tokens, where they are `share` of the vocabulary."""
+        return rows * int(share * self.vocab_size + 64) * self.compute_bytes
 
     @property
     def hidden_bytes(self) -> int:

@@ -38,9 +38,7 @@ def gather_columns_triton(tile: Tensor, ids: Tensor, out: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["stride", "out_stride", "n_ids", "width"], do_not_specialize_on_alignment=["ids_ptr"]
-)
+@triton.jit(do_not_specialize=["stride", "out_stride", "n_ids", "width"], do_not_specialize_on_alignment=["ids_ptr"])
 def _gather_rows_kernel(
     weight_ptr, stride, ids_ptr, out_ptr, out_stride, n_ids, width, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -65,9 +63,7 @@ def gather_rows_triton(weight: Tensor, ids: Tensor, out: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["stride", "part_stride", "width"], do_not_specialize_on_alignment=["ids_ptr"]
-)
+@triton.jit(do_not_specialize=["stride", "part_stride", "width"], do_not_specialize_on_alignment=["ids_ptr"])
 def _add_rows_kernel(
     total_ptr, stride, ids_ptr, part_ptr, part_stride, width, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):

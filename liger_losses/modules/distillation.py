@@ -95,6 +95,7 @@ class _Distillation(torch.nn.Module):
             memory_budget=options.memory_budget,
             logits_dtype=options.logits_dtype,
             strategy=options.strategy,
+            active_vocab=options.active_vocab,
             max_units=self.max_units,
         )
 
@@ -178,7 +179,7 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
         return_soft_hard_loss: return `(loss, soft, hard)`.
         vocabulary: `"shared"` or `"padded"`, where the heads' vocabularies differ in size; see `Divergence`.
         teacher_softcap, teacher_logit_scale: of the teacher's logits. softcap, logit_scale: of the student's.
-        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
@@ -335,7 +336,7 @@ class LigerFusedLinearKLDivLoss(_Distillation):
         ignore_index: labels that are not scored. temperature: > 0, of the student alone.
         eps: accepted, in [0, 1e-6], and without effect: a probability of 0 contributes 0 without it.
         accum_dtype: accepted as None or torch.float32: gradients are always summed in fp32 (fp64 for fp64).
-        softcap, logit_scale, memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        softcap, logit_scale, memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
