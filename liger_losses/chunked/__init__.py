@@ -8,7 +8,8 @@ from .api import fused_linear_loss, linear_logprobs
 from .distillation import DistillationLoss, fused_linear_distillation, linear_divergence
 from .logits import logit_statistics
 from .loss import Loss
-from .planner import Plan, plan
+from .planner import plan
+from .problem import Plan
 from .tokens import ScoredTokens
 
 __all__ = [

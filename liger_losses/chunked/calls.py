@@ -27,7 +27,8 @@ from .loss import (
     rows_per_unit,
 )
 from .operators import token_statistics as token_statistics_operator
-from .planner import Plan, make_plan
+from .planner import make_plan
+from .problem import Plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
 from .walk import TileWalk
 

@@ -7,21 +7,19 @@ are written out below as the buffers alive in them; the same sizes are what `wal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from .active import CROSSOVER, ActiveVocabulary
 from .head import check_logits_dtype
-from .problem import Problem
+from .problem import MIB, Plan, Problem
 from .tokens import SEPARABILITY, group_units, unit_sizes
 
 STRATEGIES = ("immediate", "cached", "recompute", "frozen")
 
 ROW_BLOCK = 128
 VOCAB_BLOCK = 128
-_MIB = 1 << 20
-
 # Rows a product of a gradient tile with the weight takes at a time, at most: on an H200 the rate rises up to here.
 PRODUCT_ROWS = 3072
 
@@ -42,55 +40,6 @@ _ACTIVE_SHARE = 0.125
 _FLOPS_PER_BYTE = 175
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call will do. `gemms` counts products of `2 N H V` FLOPs over the scored tokens."""
-
-    problem: Problem
-    strategy: str
-    tile_rows: int  # rows of the gradient tile
-    logit_rows: int  # rows projected at a time
-    vocab_block: int  # columns a block, for "recompute"
-    gemms: float
-    workspace: int  # bytes
-    budget: int  # bytes
-    groups: int = 1
-    forward_columns: int = 0  # columns a tile of a walk without gradients; 0 or all of them: whole rows
-    cache_bytes: int = 0  # of tiles' active columns, at most, that are kept until the row factor is known
-    whole_cache: bool = False  # with an active vocabulary: whether there is room to keep all of `G`
-
-    @property
-    def predicted_peak(self) -> int:
-        """Workspace in bytes: the peak beyond inputs and returned gradients."""
-        return self.workspace
-
-    def explain(self) -> str:
-        """The decision in words, for people and bug reports."""
-        p = self.problem
-        what = {
-            "immediate": f"gradients formed while each of {self.groups} tile(s) is resident; fp32 [V, H] accumulator",
-            "cached": "the gradient of the logits is kept from forward to backward; no accumulator",
-            "recompute": f"logits recomputed in backward, {self.vocab_block} vocabulary columns at a time",
-            "frozen": "the head needs no gradient: the hidden gradient is formed in forward and scaled in backward",
-        }[self.strategy]
-        grads = [n for n, on in (("hidden", p.hidden_grad), ("weight", p.weight_grad), ("bias", p.bias_grad)) if on]
-        lines = [
-            f"strategy      {self.strategy}: {what}",
-            f"scored tokens {p.tokens:,} of {p.positions:,}; H {p.hidden_size:,}; V {p.vocab_size:,}; "
-            f"loss separable by {p.separability}{'; two heads' if p.two_heads else ''}",
-            f"gradients     {', '.join(grads) or 'none'}",
-            f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
-            f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
-            f"products      {self.gemms:.2f} of 2 N H V = {2e-12 * p.tokens * p.hidden_size * p.vocab_size:,.3f} TFLOP",
-            f"workspace     {self.workspace / _MIB:,.1f} MiB predicted, {self.budget / _MIB:,.1f} MiB allowed",
-        ]
-        if p.active:
-            lines.append(
-                "active vocab  gradient products over the active columns: products and workspace are upper bounds"
-            )
-        return "\n".join(lines)
-
-
 def default_budget(problem: Problem) -> int:
     """Bytes allowed when the caller names none.
 
@@ -99,12 +48,12 @@ def default_budget(problem: Problem) -> int:
     run at the full rate, and 64 MiB. With an active vocabulary: what its columns take.
     """
     rows = min(_FULL_RATE_ROWS, problem.tokens)
-    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * _MIB)
+    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * MIB)
     room += problem.compaction_bytes(min(_LOGIT_ROWS[0], problem.tokens))
     if not problem.weight_grad:
-        return 1216 * _MIB + room
+        return 1216 * MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
-    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB + room
+    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * MIB + room
 
 
 def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:

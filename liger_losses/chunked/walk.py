@@ -25,8 +25,8 @@ from ..kernels import (
 from .active import ActiveVocabulary, Selection, TileGradient
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
-from .planner import PRODUCT_ROWS, Plan
-from .problem import padded_columns
+from .planner import PRODUCT_ROWS
+from .problem import Plan, padded_columns
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
 
