@@ -1,17 +1,18 @@
 """The active vocabulary: gradient products over the columns of a tile that hold something.
 
 A trained model's softmax is peaked, and most of `G W` and `G^T x` multiplies numbers that no rounding would notice. A
-tile's columns are chosen from `G` itself, so that one rule serves every loss whose gradient goes through such a matrix:
+tile's active columns are chosen from `G` itself, so that one rule serves every loss whose gradient goes through such a
+matrix:
 
 - a number `eps`: the columns where some entry exceeds `eps` in size;
-- `"auto"`: all but the lightest columns, whose entries add up to at most a share d = `DROPPED[dtype]` of what all
-  entries add up to (in size, over the tile), none of them being larger than that share of a row's mean sum m;
+- `"auto"`: all but the lightest columns, whose entries have a Frobenius norm of at most d = `DROPPED[dtype]` times
+  that of all entries of the tile, none of them being larger than 4 d times a row's norm (in quadratic mean);
 
-in either case with every row's target. What is left out is left out of both products alike. Values are never touched.
-
-Half of a row's sum of `1[v = y] - p` is the target's entry, so that `|G|_F^2 >= rows m^2 / 4`, and what "auto" leaves
-out has `|dG|_F^2 <= (d m) (d rows m) <= (2 d |G|_F)^2`: half of what storing `G` may put it off by, as d is a quarter
-of the unit roundoff.
+in either case with every row's target. The other columns, the *tail*, become one: row r's sum over them, `t_r`, spread
+as they are spread in the tile as a whole, `q_v = sum_r |G_rv| / sum`. So what a token's tail adds up to is kept, and so
+is what a column of it adds up to over the tile's tokens, at the price of one column more; lost is how the tail of one
+token differs from that of the others. (Left out altogether, the tail of many small probabilities would be missed: it
+points in one direction, that of the mean row of the weight.) Values are never touched.
 
 How many columns that makes, the device knows: the count travels to the host while the next tile's projection runs, so
 that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow.
@@ -27,14 +28,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels import column_extent, gather_columns, gather_rows, matmul
+from ..kernels import column_extent, gather_columns, gather_rows, matmul, tail_sums, weighted_sum
 from ..kernels.tile_statistics import row_slices
 
 # Above this share of the vocabulary a tile is multiplied whole: moving its columns then costs what it saves, nearly.
 CROSSOVER = 0.4
 
-# What "auto" may leave out of a tile, as a share of the sum of its entries' sizes: a quarter of the unit roundoff,
-# which is what storing those entries puts them off by.
+# What "auto" may move to the tail, relative to the tile's Frobenius norm: a quarter of the unit roundoff, which is what
+# storing the entries may put them off by.
 DROPPED = {dtype: torch.finfo(dtype).eps / 8 for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 # Columns whose rows of the weight are gathered, and whose part of the weight's gradient is formed, at a time.
@@ -70,20 +71,24 @@ class ActiveVocabulary:
 
 @dataclass(frozen=True)
 class TileGradient:
-    """`G` of a tile: in full, or its active columns."""
+    """`G` of a tile: in full, or its active columns and its tail."""
 
-    entries: Tensor  # [n, V], or [n, C]
-    columns: Tensor | None = None  # [A] ids, ascending; entries from A to C are 0
+    entries: Tensor  # [n, V], or [n, C]: A active columns, the tail's, and zeros
+    columns: Tensor | None = None  # [A] ids, ascending
+    profile: Tensor | None = None  # [V] q: how the tail is spread
 
     def kept(self, room: int) -> TileGradient | None:
         """Itself where its active columns fit `room` bytes; None in full, in a buffer that the next tile needs."""
         return None if self.columns is None or self.entries.nbytes > room else self
 
-    def panels(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids and entries of the active columns, `PANEL` at a time."""
+    def panels(self) -> Iterator[tuple[Tensor, Tensor, int | None]]:
+        """Ids and entries of the active columns, `PANEL` at a time, and where among the entries the tail's are."""
         assert self.columns is not None
+        count = len(self.columns)
         for start in range(0, self.entries.shape[1], PANEL):
-            yield self.columns[start : start + PANEL], self.entries[:, start : start + PANEL]
+            entries = self.entries[:, start : start + PANEL]
+            tail = count - start if start <= count < start + entries.shape[1] else None
+            yield self.columns[start : start + PANEL], entries, tail
 
     def product(
         self,
@@ -91,14 +96,16 @@ class TileGradient:
         out: Tensor,  # [n, H]
         wide: torch.dtype,
     ) -> Tensor:
-        """`G W` over the active columns, summed in `wide`."""
+        """`G W`, summed in `wide`."""
+        assert self.profile is not None
         one = self.entries.shape[1] <= PANEL
         total = out if one else torch.zeros(out.shape, dtype=wide, device=out.device)
-        if self.entries.shape[1] == 0:
-            return out.zero_()
-        for ids, entries in self.panels():
+        for ids, entries, tail in self.panels():
             rows = torch.empty(entries.shape[1], weight.shape[1], dtype=weight.dtype, device=weight.device)
-            matmul(entries, gather_rows(weight, ids, rows), out=total, accumulate=not one)
+            gather_rows(weight, ids, rows)
+            if tail is not None:
+                rows[tail] = weighted_sum(weight, self.profile)
+            matmul(entries, rows, out=total, accumulate=not one)
         return out if one else out.copy_(total)
 
 
@@ -113,8 +120,8 @@ class Selection:
         target: Tensor | None,  # [n] columns that are always active
     ) -> None:
         self._gradient, self._scale = gradient, scale
-        largest, total = column_extent(gradient, scale)
-        self._active = _active_columns(rule, largest, total, gradient.shape[0], gradient.dtype)
+        largest, total, squares = column_extent(gradient, scale)
+        self._active = _active_columns(rule, largest, squares, gradient.shape[0], gradient.dtype)
         if target is not None:
             # A target out of range, whose log-probability is NaN, must not fail here.
             self._active.index_fill_(0, target.clamp(0, gradient.shape[1] - 1), True)
@@ -141,12 +148,16 @@ class Selection:
         if whole:
             return TileGradient(self._gradient)
         ids = torch.nonzero_static(self._active, size=count).squeeze(-1)
-        width = -(-count // _ROUND) * _ROUND
+        width = -(-(count + 1) // _ROUND) * _ROUND
         entries = torch.empty(rows, width, dtype=self._gradient.dtype, device=self._gradient.device)
-        return TileGradient(gather_columns(self._gradient, ids, entries), ids)
+        gather_columns(self._gradient, ids, entries)
+        entries[:, count] = tail_sums(self._gradient, self._active)
+        profile = self._total.masked_fill(self._active, 0)
+        everything = profile.sum()
+        return TileGradient(entries, ids, profile / torch.where(everything > 0, everything, 1))
 
     def _dropped(self, whole: bool) -> Tensor:
-        """Each row's sum of entries left out, in size."""
+        """Each row's sum of the entries in the tail, in size."""
         dropped = torch.zeros(self._gradient.shape[0], dtype=self._total.dtype, device=self._total.device)
         if whole:
             return dropped
@@ -157,28 +168,28 @@ class Selection:
         return dropped
 
 
-def _active_columns(rule: ActiveVocabulary, largest: Tensor, total: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def _active_columns(rule: ActiveVocabulary, largest: Tensor, squares: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """`[V]` bool. A column with NaN is active, and all that are not 0 where the sum is no number: it is to be seen."""
     if rule.eps is not None:
-        return (largest > rule.eps) | total.isnan()
+        return (largest > rule.eps) | squares.isnan()
     share = DROPPED[dtype]
-    everything = total.sum()
+    everything = squares.sum()
+    allowed = share**2 * everything
     # Two cuts an octave, from one that all columns together cannot exceed to one that a single column can.
-    octaves = max(1, len(total) - 1).bit_length()
-    steps = torch.arange(2 * octaves + 1, device=total.device, dtype=total.dtype)
-    cuts = (share * everything) * torch.exp2(-steps / 2)
-    below = torch.where(total <= cuts.unsqueeze(-1), total, 0).sum(-1)
-    good = (below <= share * everything) & everything.isfinite()
-    cut = torch.where(good, cuts, 0).amax()
-    return ~(total <= cut) | (largest > share * everything / max(rows, 1))
+    octaves = max(1, len(squares) - 1).bit_length()
+    steps = torch.arange(2 * octaves + 1, device=squares.device, dtype=squares.dtype)
+    cuts = allowed * torch.exp2(-steps / 2)
+    below = torch.where(squares <= cuts.unsqueeze(-1), squares, 0).sum(-1)
+    cut = torch.where((below <= allowed) & everything.isfinite(), cuts, 0).amax()
+    return ~(squares <= cut) | (largest > 4 * share * (everything / max(rows, 1)).sqrt())
 
 
 @dataclass
 class ActiveVocabularyReport:
-    """What was left out of the gradients formed inside `record_active_vocabulary`. Tensors stay on the device.
+    """What the gradients formed inside `record_active_vocabulary` left out. Tensors stay on the device.
 
     For log-probabilities (at temperature 1, without a softcap) an entry's size is a probability, so that `dropped` is
-    the probability mass of a token's columns that were left out.
+    the probability mass of a token outside the active columns: of it, only the sum entered the gradient.
     """
 
     tiles: int = 0
@@ -207,7 +218,7 @@ class ActiveVocabularyReport:
 
     @property
     def dropped(self) -> Tensor:
-        """`[tokens]`, in the order of the tiles: the sizes of a token's entries that were left out, summed."""
+        """`[tokens]`, in the order of the tiles: the sizes of a token's entries outside the active columns, summed."""
         self._check()
         return torch.cat(self._dropped)
 

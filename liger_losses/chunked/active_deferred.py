@@ -47,7 +47,7 @@ class ActiveFunction(torch.autograd.Function):
         with outside_autocast(hidden.device):
             walk = call.walk(hidden, weight, bias)
             values, lse, scale, product, cache = forward(walk, call.names, call.needs, walk.scored.count, kept)
-        tensors = [part for tile in kept if tile is not None for part in (tile.entries, tile.columns)]
+        tensors = [part for t in kept if t is not None for part in (t.entries, t.columns, t.profile)]
         ctx.call, ctx.kept = call, [tile is not None for tile in kept]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, name in zip(values, call.names, strict=True) if name != call.one))
@@ -73,7 +73,7 @@ class ActiveFunction(torch.autograd.Function):
                 found = backward(walk, call.needs, coefficients, lse, None, scale, product, cache, dtypes)
                 return (*found, None)
             parts = iter(tensors)
-            kept = [TileGradient(next(parts), next(parts)) if one else None for one in ctx.kept]
+            kept = [TileGradient(next(parts), next(parts), next(parts)) if one else None for one in ctx.kept]
             weights = _weight_gradient(walk, kept, each * scale, call.needs, dtypes)
             d_hidden = scaled_cast(product, each * scale, dtypes[0]) if call.needs[0] else None
         return d_hidden, *weights, None

@@ -79,6 +79,7 @@ class WeightGradient:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.unit: Tensor | None = None
+        self._tails: dict[str, list[tuple[Tensor, Tensor]]] = {"weight": [], "bias": []}
 
     def add(
         self,
@@ -91,15 +92,14 @@ class WeightGradient:
         if self._precision.compute == torch.float16:
             factor = self._relative(factor)
         if self._want_weight:
-            self.weight = self._accumulate(
-                self.weight, gradient, scaled_cast(hidden, factor, hidden.dtype), self._shape
-            )
+            scaled = scaled_cast(hidden, factor, hidden.dtype)
+            self.weight = self._accumulate("weight", self.weight, gradient, scaled, self._shape)
         if self._want_bias:
             column = factor.to(gradient.entries.dtype).unsqueeze(-1)
-            self.bias = self._accumulate(self.bias, gradient, column, (self._shape[0], 1))
+            self.bias = self._accumulate("bias", self.bias, gradient, column, (self._shape[0], 1))
 
     def _accumulate(
-        self, total: Tensor | None, gradient: TileGradient, right: Tensor, shape: tuple[int, int]
+        self, name: str, total: Tensor | None, gradient: TileGradient, right: Tensor, shape: tuple[int, int]
     ) -> Tensor:
         wide, device = self._precision.statistics, right.device
         if gradient.columns is None:
@@ -110,9 +110,20 @@ class WeightGradient:
             return matmul(gradient.entries.t(), right, out=total, accumulate=True)
         if total is None:
             total = torch.zeros(shape, dtype=wide, device=device)
-        for ids, entries in gradient.panels():
+        for ids, entries, tail in gradient.panels():
             part = torch.empty(entries.shape[1], shape[1], dtype=wide, device=device)
             add_rows(total, ids, matmul(entries.t(), right, out=part))
+            if tail is not None:
+                assert gradient.profile is not None
+                self._tails[name].append((gradient.profile, part[tail].clone()))
+        return total
+
+    def _with_tails(self, name: str, total: Tensor | None) -> Tensor | None:
+        """The tails' parts are of rank one each: all tiles' in one visit to the sum."""
+        if total is not None and self._tails[name]:
+            profiles, sums = (torch.stack(parts) for parts in zip(*self._tails[name], strict=True))
+            total.addmm_(profiles.t(), sums)
+            self._tails[name].clear()
         return total
 
     def _relative(self, factor: Tensor) -> Tensor:
@@ -122,6 +133,9 @@ class WeightGradient:
             for total in (self.weight, self.bias):
                 if total is not None:
                     total.mul_(self.unit / unit)
+            for tails in self._tails.values():
+                for _, part in tails:
+                    part.mul_(self.unit / unit)
         self.unit = unit
         return factor / unit
 
@@ -131,8 +145,9 @@ class WeightGradient:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=self._precision.statistics, device=device)
 
-        weight = zeros(*self._shape) if self.weight is None and self._want_weight else self.weight
-        bias = zeros(self._shape[0], 1) if self.bias is None and self._want_bias else self.bias
+        weight, bias = self._with_tails("weight", self.weight), self._with_tails("bias", self.bias)
+        weight = zeros(*self._shape) if weight is None and self._want_weight else weight
+        bias = zeros(self._shape[0], 1) if bias is None and self._want_bias else bias
         return weight, bias, self.unit
 
 

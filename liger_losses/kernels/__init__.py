@@ -15,6 +15,7 @@ from .registration import differentiable_once, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
+from .tails import tail_sums, weighted_sum
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
@@ -53,6 +54,8 @@ __all__ = [
     "rms_norm",
     "rotary",
     "scaled_cast",
+    "tail_sums",
     "tile_gradient",
+    "weighted_sum",
     "wide_dtype",
 ]

@@ -16,10 +16,10 @@ _ROWS, _COLUMNS = 16, 256
 
 @triton.jit(
     do_not_specialize=["stride", "n_rows", "n_columns", "part"],
-    do_not_specialize_on_alignment=["scale_ptr", "largest_ptr", "total_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "largest_ptr", "total_ptr", "squares_ptr"],
 )
 def _extent_kernel(
-    gradient_ptr, stride, scale_ptr, largest_ptr, total_ptr, n_rows, n_columns, part,
+    gradient_ptr, stride, scale_ptr, largest_ptr, total_ptr, squares_ptr, n_rows, n_columns, part,
     HAS_SCALE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -29,6 +29,7 @@ def _extent_kernel(
     last = tl.minimum(first + part, n_rows)
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < last)[:, None] & readable[None, :]
@@ -38,15 +39,17 @@ def _extent_kernel(
             size *= tl.abs(tl.load(scale_ptr + rows, mask=rows < last, other=0.0))[:, None]
         largest = tl.maximum(largest, size)
         total += size
+        squares += size * size
     out = tl.program_id(1).to(tl.int64) * n_columns + columns
     tl.store(largest_ptr + out, tl.max(largest, 0), mask=columns < n_columns)
     tl.store(total_ptr + out, tl.sum(total, 0), mask=columns < n_columns)
+    tl.store(squares_ptr + out, tl.sum(squares, 0), mask=columns < n_columns)
 
 
-def column_extent_triton(gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def column_extent_triton(gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = gradient.shape
     parts = triton.cdiv(rows, _PART)
-    largest, total = (torch.empty(parts, columns, device=gradient.device) for _ in range(2))
+    largest, total, squares = torch.empty(3, parts, columns, device=gradient.device)
     with torch.cuda.device_of(gradient):
         _extent_kernel[(triton.cdiv(columns, _COLUMNS), parts)](
             gradient,
@@ -54,6 +57,7 @@ def column_extent_triton(gradient: Tensor, scale: Tensor | None) -> tuple[Tensor
             largest if scale is None else scale,
             largest,
             total,
+            squares,
             rows,
             columns,
             _PART,
@@ -63,4 +67,4 @@ def column_extent_triton(gradient: Tensor, scale: Tensor | None) -> tuple[Tensor
             COLUMNS=_COLUMNS,
             num_warps=8,
         )
-    return largest.amax(0), total.sum(0)
+    return largest.amax(0), total.sum(0), squares.sum(0)

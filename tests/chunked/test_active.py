@@ -163,12 +163,14 @@ def columns_of(case: Case, eps: float) -> Tensor:
     return chosen
 
 
-def without(case: Case, chosen: Tensor, sent: Tensor) -> list[Tensor]:
-    """The gradients of `sent . logprobs`, had the columns that are not `chosen` no gradient."""
-    logits = (case.hidden @ case.weight.T).requires_grad_()
-    logprobs = torch.log_softmax(logits, -1).gather(-1, case.target.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    (d_logits,) = torch.autograd.grad((logprobs * sent.masked_fill(case.target == IGNORE, 0)).sum(), logits)
-    d_logits = d_logits.masked_fill(~chosen, 0)
+def with_tail(case: Case, chosen: Tensor, sent: Tensor) -> list[Tensor]:
+    """The gradients of `sent . logprobs`, the columns that are not `chosen` having one profile for all tokens."""
+    entries = -torch.softmax(case.hidden @ case.weight.T, -1).detach()
+    entries.scatter_add_(-1, case.target.clamp_min(0).unsqueeze(-1), torch.ones_like(entries))
+    entries[case.target == IGNORE] = 0
+    profile = entries.abs().sum((0, 1)).masked_fill(chosen, 0)
+    tail = entries.masked_fill(chosen, 0).sum(-1, keepdim=True) * (profile / profile.sum().clamp_min(1e-300))
+    d_logits = (entries.masked_fill(~chosen, 0) + tail) * sent.unsqueeze(-1)
     return [d_logits @ case.weight, torch.einsum("rtv,rth->vh", d_logits, case.hidden)]
 
 
@@ -178,7 +180,7 @@ def test_a_number_is_a_bound_on_what_is_left_out(strategy: str) -> None:
     sent = upstream(case, ONE)["logprob"]
     chosen = columns_of(case, eps)
     assert 0.05 < chosen.double().mean() < 0.4
-    expected = without(case, chosen, sent)
+    expected = with_tail(case, chosen, sent)
     if strategy == "frozen":
         case.weight.requires_grad_(False)
         expected = expected[:1]
@@ -216,20 +218,21 @@ class _Weighted:
 def test_auto_leaves_out_less_than_rounding_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "CROSSOVER", 0.9)
     case = peaked(dtype=dtype)
+    seen = []
+    choose = active._active_columns
+    monkeypatch.setattr(active, "_active_columns", lambda *a: seen.append(choose(*a)) or seen[-1])
     with record_active_vocabulary() as report:
-        value = linear_logprobs(*case.head, active_vocab="auto").sum()
+        linear_logprobs(*case.head, active_vocab="auto")
     scored = case.target != IGNORE
     entries = torch.softmax((case.hidden.double() @ case.weight.double().T)[scored], -1)
     entries[torch.arange(len(entries)), case.target[scored]] -= 1
-    left_out = (gradients(value, case)[1] == 0).all(-1)
-    dropped = entries.abs().masked_fill(~left_out, 0)
-    share = DROPPED[dtype]
-    assert dropped.sum() <= 1.01 * share * entries.abs().sum()
-    assert dropped.max() <= 1.01 * share * entries.abs().sum() / len(entries)
-    assert dropped.norm() <= 2.02 * share * entries.norm()
+    dropped, share = entries.abs().masked_fill(seen[0], 0), DROPPED[dtype]
+    assert dropped.norm() <= 1.01 * share * entries.norm()
+    assert dropped.max() <= 4.04 * share * entries.norm() / len(entries) ** 0.5
     torch.testing.assert_close(report.dropped.double(), dropped.sum(-1), rtol=0.02, atol=1e-6)
     if dtype != F32:
-        assert left_out.double().mean() > 0.3
+        assert seen[0].double().mean() < 0.7
+        assert dropped.norm() > 0.2 * share * entries.norm()  # and not much less
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -323,7 +326,7 @@ def test_products(strategy: str, counted_flops: Callable[[], float]) -> None:
     with record_active_vocabulary() as report:
         loss = fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy, active_vocab=1e-3)[0]
     gradients(loss, case)
-    share = -(-round(report.share.item() * 1013) // 64) * 64 / 1013
+    share = -(-round(report.share.item() * 1013 + 1) // 64) * 64 / 1013
     assert counted_flops() / one == pytest.approx(1 + (1 if strategy == "frozen" else 2) * share)
 
 
@@ -369,7 +372,7 @@ def test_what_is_kept_until_backward(
     got = gradients(value, case)
     one = 2.0 * int((case.target != IGNORE).sum()) * case.weight.numel()
     products = counted_flops() / one
-    for found, want in zip(got, without(case, torch.ones(1013, dtype=torch.bool), sent), strict=True):
+    for found, want in zip(got, with_tail(case, torch.ones(1013, dtype=torch.bool), sent), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
     logits = int((case.target != IGNORE).sum()) * 1013
     held = max(t.numel() for t in kept if t.dtype == F64) / logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_losses.kernels import add_rows, column_extent, gather_columns, gather_rows
+from liger_losses.kernels import add_rows, column_extent, gather_columns, gather_rows, tail_sums, weighted_sum
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -24,21 +24,20 @@ def padded(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int =
 def test_extent(device: str, shape: tuple[int, int], dtype: torch.dtype, scaled: bool) -> None:
     tile = padded(*shape, dtype, device)
     scale = torch.linspace(-2, 3, shape[0], device=device) if scaled else None
-    largest, total = column_extent(tile, scale)
+    largest, total, squares = column_extent(tile, scale)
     size = tile.double().abs() * (1 if scale is None else scale.double().abs().unsqueeze(-1))
-    assert largest.dtype == total.dtype == F32
+    assert largest.dtype == total.dtype == squares.dtype == F32
     torch.testing.assert_close(largest.double(), size.amax(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(total.double(), size.sum(0), rtol=1e-5, atol=0)
-    again = column_extent(tile, scale)
-    assert torch.equal(largest, again[0])
-    assert torch.equal(total, again[1])
+    torch.testing.assert_close(squares.double(), (size * size).sum(0), rtol=1e-5, atol=0)
+    assert all(map(torch.equal, (largest, total, squares), column_extent(tile, scale)))
 
 
 def test_a_column_with_nan_has_a_nan_sum(device: str) -> None:
     tile = padded(9, 12, F32, device)
     tile[4, 7] = float("nan")
-    total = column_extent(tile, None)[1]
-    assert total.isnan().nonzero().tolist() == [[7]]
+    for sums in column_extent(tile, None)[1:]:
+        assert sums.isnan().nonzero().tolist() == [[7]]
 
 
 def test_no_rows(device: str) -> None:
@@ -82,3 +81,17 @@ def test_nothing_to_move(device: str) -> None:
     assert gather_columns(torch.ones(2, 3, device=device), none, torch.empty(2, 0, device=device)).shape == (2, 0)
     assert gather_rows(torch.ones(2, 3, device=device), none, torch.empty(0, 3, device=device)).shape == (0, 3)
     assert add_rows(torch.ones(2, 3, device=device), none, torch.empty(0, 3, device=device)).sum() == 6
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(3, 5), (7, 259), (540, 33)], ids=str)
+def test_tails(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    tile = padded(*shape, dtype, device)
+    active = (torch.arange(shape[1], device=device) % 3) == 1
+    expected = tile.double().masked_fill(active, 0).sum(-1)
+    torch.testing.assert_close(tail_sums(tile, active).double(), expected, rtol=1e-5, atol=1e-4)
+    weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(5)).to(device)
+    mean = weighted_sum(tile, weights)
+    assert mean.dtype == F32
+    torch.testing.assert_close(mean.double(), weights.double() @ tile.double(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(mean, weighted_sum(tile, weights))
