@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`), profile a step (`profile`), write the page (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`) or beside itself (`active`), profile, write the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import layers, measure, profiling, results
+from . import active, layers, measure, profiling, results
 from .cases import CASES
 from .ours import IMPLEMENTATIONS
 
@@ -38,6 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     layer = commands.add_parser("layers", parents=[shared], help="time the layer kernels")
     layer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     layer.add_argument("--repeats", type=int, default=measure.REPEATS)
+    columns = commands.add_parser("active", parents=[shared], help="time the active vocabulary beside the exact path")
+    columns.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    columns.add_argument("--repeats", type=int, default=measure.REPEATS)
+    columns.add_argument("--reference", choices=("float64", "float32"), default="float64", help="of the true result")
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -116,6 +120,28 @@ def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 1 if failures else 0
 
 
+def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    cases = active.CASES if device.type == "cuda" else active.SMALL
+    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    if not cases:
+        return _refuse("no case has such a name")
+    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
+    record["label"], record["cases"] = "active", []
+    for case in cases:
+        started = time.perf_counter()
+        reference = getattr(torch, options.reference)
+        report = measure.run_case(case, active.IMPLEMENTATIONS, device, options.repeats, reference)
+        record["cases"].append(report)
+        path = results.save(record, options.out, kind="-active")
+        print(
+            f"{results.summary(report)}\n{active.ratios(report)}\n({time.perf_counter() - started:.0f} s)", flush=True
+        )
+    failures = [failure for report in record["cases"] for failure in measure.failed(report)]
+    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -134,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    command = {"run": _run, "profile": _profile, "layers": _layers}[options.command]
+    command = {"run": _run, "profile": _profile, "layers": _layers, "active": _active}[options.command]
     return command(options, _record(options, arguments))
 
 

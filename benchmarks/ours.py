@@ -127,7 +127,7 @@ def minimum_budget(extra: Mapping[str, int]) -> int:
     return DEFAULT_BUDGET if measured is None else measured // SHARE_OF_TRL
 
 
-def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
+def row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     fields.setdefault("applies", does(*FUSED))
     fields.update(logprobs=partial(_logprobs, options), predict=partial(predicted_extra, options))
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
@@ -138,13 +138,13 @@ _SEPARABLE = does(*(name for name in FUSED if name != "ce"), frozen=False)
 _SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does("ce", "dpo", frozen=False)}
 
 OURS = (
-    _row("ours (fp32 logits)", {"logits_dtype": "float32"}),
-    _row("ours (bf16 logits)", {"logits_dtype": "input"}),
+    row("ours (fp32 logits)", {"logits_dtype": "float32"}),
+    row("ours (bf16 logits)", {"logits_dtype": "input"}),
     # A frozen head has no [V, H] accumulator to save: its default already is the small one.
-    _row("ours (cached, fp32)", {"strategy": "cached"}, applies=_SEPARABLE),
-    _row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=_SEPARABLE),
-    _row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
-    _row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
+    row("ours (cached, fp32)", {"strategy": "cached"}, applies=_SEPARABLE),
+    row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=_SEPARABLE),
+    row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
+    row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
 )
 
 # Peers first: the memory budget of the last row is a share of what TRL was measured to need.

@@ -49,7 +49,7 @@ def default_budget(problem: Problem) -> int:
     """
     rows = min(_FULL_RATE_ROWS, problem.tokens)
     room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * MIB)
-    room += problem.compaction_bytes(min(_LOGIT_ROWS[0], problem.tokens))
+    room += problem.compaction_bytes(min(PRODUCT_ROWS, problem.tokens))
     if not problem.weight_grad:
         return 1216 * MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
@@ -80,6 +80,10 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
     budget = default_budget(problem) if memory_budget is None else memory_budget
     if memory_budget is None and problem.active and problem.weight_grad and "immediate" not in names:
         budget += problem.active_bytes(problem.tokens, _ACTIVE_SHARE)
+        if strategy == "cached":
+            # Named without a budget: it takes what it needs, should all columns be active.
+            tile = min(PRODUCT_ROWS, problem.tokens + ROW_BLOCK) * problem.padded_vocab * problem.compute_bytes
+            budget = max(budget, _exact_cached(problem, budget).workspace + tile)
     plans = [_BUILDERS[name](problem, budget) for name in names]
     fitting = [plan for plan in plans if plan.workspace <= budget]
     if not fitting:
@@ -270,7 +274,8 @@ def _active_cached(p: Problem, budget: int) -> Plan:
         needed = workspace_of(rows, logit_rows)
         cache = max(0, min(budget - needed, p.active_bytes(p.tokens, CROSSOVER)))
         whole = _exact_cached(p, budget).workspace + rows * p.padded_vocab * p.compute_bytes
-        gemms = 1.0 + p.hidden_grad + p.weight_grad + p.teacher_gemms
+        once = 1.0 + p.teacher_gemms
+        gemms = once + p.hidden_grad + p.weight_grad + once * (whole > budget)
         return Plan(
             p, "cached", rows, logit_rows, p.vocab_size, gemms, max(needed + cache, whole * (whole <= budget)), budget,
             cache_bytes=cache, whole_cache=whole <= budget,
@@ -324,8 +329,9 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     groups = group_units(_rows_or_one(p), p.separability, capacity, p.max_units, p.unit_rows)
     largest = max(group.count for group in groups)
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
+    if p.active and largest > rows > logit_rows:
+        rows -= rows % logit_rows  # whole projections: every tile of a unit is one of many
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
-    again *= not (p.active and p.only_logprob_grad)  # the columns are kept
     once = 1.0 + p.teacher_gemms
     gemms = once + p.hidden_grad + p.weight_grad + once * again / max(1, p.tokens)
     logit_rows = min(rows, logit_rows)

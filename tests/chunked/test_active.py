@@ -397,7 +397,7 @@ def test_the_plan_says_so() -> None:
     assert "active vocab" in made.explain()
     assert made.strategy == "immediate"
     assert made.workspace <= made.budget
-    assert made.gemms == 3
+    assert 3 < made.gemms < 4  # should all columns be active; the unit is larger than a tile
     assert plan(**large, strategy="cached", active_vocab="auto").cache_bytes > 0.1 * 12288 * 128256 * 2
     assert not plan(**large, active_vocab="auto", trainable_head=False, trainable_hidden=False).problem.active
     with pytest.raises(ValueError, match="active_vocab: got one for a loss that differentiates entropy or lse"):
