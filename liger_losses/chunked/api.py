@@ -112,12 +112,12 @@ def linear_logprobs(
         logits_dtype: `"float32"` (products of 16-bit inputs deliver fp32 logits) or `"input"` (rounded to the compute
             dtype: faster by a few per cent, log-probabilities off by about 1e-2).
         strategy: `"auto"`, `"cached"`, `"recompute"` or `"frozen"`; see `docs/design.md`.
-        active_vocab: leave columns of the vocabulary that hold next to nothing out of the two gradient products, a tile
-            of tokens at a time. None: no, gradients are exact. `"auto"`: columns whose entries of `d logprob / d z`
-            make up a share of all of the tile's entries (in size) that is below what rounding them to the products'
-            dtype does. A number: columns where no entry exceeds it in size. Values do not change. For gradients of
-            log-probabilities alone here, and of any statistic but `mean_logprob` in `fused_linear_loss`; not under
-            torch.compile. See `docs/active_vocabulary.md`, and `record_active_vocabulary` for what was left out.
+        active_vocab: take the two gradient products over those columns of the vocabulary that hold something, a tile of
+            tokens at a time, and over all others as one. None: over all, gradients are exact. `"auto"`: the others'
+            entries of `d logprob / d z` have a norm below that of the rounding of all entries to the products' dtype. A
+            number: none of them is larger in size. Values do not change. Here for gradients of log-probabilities alone,
+            in `fused_linear_loss` for those of any statistic but `mean_logprob`; not under torch.compile. See
+            `docs/active_vocabulary.md`, and `record_active_vocabulary` for what was left out.
 
     Returns:
         A tensor `[*]`, or a dict of them by name: fp32 (fp64 for fp64 inputs), `is_top1` bool.
