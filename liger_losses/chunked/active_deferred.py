@@ -10,7 +10,7 @@ How many columns a tile has is known only once it has been projected, which no f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels import Emit, differentiable_once, scaled_cast
 from .active import TileGradient
 from .deferred import backward, finish_weight_gradient, forward, outside_autocast, tile_ranges
+from .head_tensors import HeadTensors
 from .walk import TileWalk, WeightGradient
 
 
@@ -26,7 +27,8 @@ from .walk import TileWalk, WeightGradient
 class ActiveCall:
     """What the autograd function needs beside the differentiable tensors."""
 
-    walk: Callable[[Tensor, Tensor, Tensor | None], TileWalk]  # of hidden, weight and bias
+    walk: Callable[[Tensor, Tensor, Tensor | None, HeadTensors], TileWalk]  # of hidden, weight, bias
+    tensors: HeadTensors
     names: tuple[str, ...]
     one: str  # of `names`, the statistic whose gradient is `G` up to a factor per row
     needs: tuple[bool, bool, bool]
@@ -45,9 +47,12 @@ class ActiveFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         kept: list[TileGradient | None] = []
         with outside_autocast(hidden.device):
-            walk = call.walk(hidden, weight, bias)
+            walk = call.walk(hidden, weight, bias, call.tensors)
             values, lse, scale, product, cache = forward(walk, call.names, call.needs, walk.scored.count, kept)
         tensors = [part for t in kept if t is not None for part in (t.entries, t.columns, t.profile)]
+        if all(tile is not None for tile in kept):
+            # No tile is projected again, and the teacher has said all it has to say.
+            call = replace(call, tensors=replace(call.tensors, teacher=None))
         ctx.call, ctx.kept = call, [tile is not None for tile in kept]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, name in zip(values, call.names, strict=True) if name != call.one))
@@ -64,7 +69,7 @@ class ActiveFunction(torch.autograd.Function):
         hidden, weight, bias, lse, scale, product, cache, *tensors = ctx.saved_tensors
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         with outside_autocast(hidden.device):
-            walk = call.walk(hidden, weight, bias)
+            walk = call.walk(hidden, weight, bias, call.tensors)
             # A loss may send anything back to positions that are not scored, NaN included: none of it is used.
             each = torch.where(walk.scored.mask.reshape(-1), sent, 0).to(scale.dtype)
             if cache.dim() == 2 or not any(call.needs[1:]):

@@ -325,15 +325,16 @@ def _run(
     plan: Plan,
     memory_budget: int | None,
 ) -> dict[str, Tensor]:
-    if not plan.problem.active:
+    if not plan.problem.active or not differentiable:
         return _operator(call, scored, names, differentiable, plan.strategy, memory_budget)
     (one,) = differentiable
-    transform, precision, tensors, active = call.transform, call.precision, call.tensors, call.active
+    # What the walk is made of, without the caller's tensors: those autograd keeps, and checks.
+    transform, precision, active = call.transform, call.precision, call.active
 
-    def walk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> TileWalk:
+    def walk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tensors: HeadTensors) -> TileWalk:
         return TileWalk(hidden, weight, bias, scored, transform, precision, plan, tensors, active)
 
-    work = ActiveCall(walk, names, one, call.needs)
+    work = ActiveCall(walk, call.tensors, names, one, call.needs)
     return dict(zip(names, ActiveFunction.apply(call.hidden, call.weight, call.bias, work), strict=True))
 
 
