@@ -422,3 +422,49 @@ def test_refused_while_tracing() -> None:
 def test_nothing_recorded() -> None:
     with record_active_vocabulary() as report, pytest.raises(RuntimeError, match="nothing was recorded"):
         _ = report.share
+
+
+class _Reads:
+    separability, statistics, differentiable = "token", ONE, ()
+
+    def totals(self, mask: Tensor, inputs: Any) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, statistics: Any, mask: Tensor, inputs: Any, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return (statistics["logprob"].detach() * inputs["scale"]).masked_fill(~mask, 0).sum(), {}
+
+
+def test_a_loss_that_differentiates_no_statistic() -> None:
+    case = peaked(dtype=F32)
+    scale = torch.ones(case.target.shape, requires_grad=True)
+    value = fused_linear_loss(_Reads(), *case.head, inputs={"scale": scale}, active_vocab="auto")[0]
+    (gradient,) = torch.autograd.grad(value, scale)
+    torch.testing.assert_close(gradient, linear_logprobs(*case.head).detach())
+
+
+@pytest.mark.parametrize("share", ["most", "all"])
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+def test_the_plan_is_kept(strategy: str, share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_losses.kernels import tile_statistics
+
+    from .test_cost import TWIN, per_token_bytes, run
+
+    monkeypatch.setattr(tile_statistics, "_TWIN_ELEMENTS", 1 << 16)
+    chosen = {"most": 0.39, "all": 1.0}[share]
+
+    def choose(rule: Any, largest: Tensor, *rest: Any) -> Tensor:
+        return torch.arange(len(largest)) < chosen * len(largest)
+
+    monkeypatch.setattr(active, "_active_columns", choose)
+    trainable = ("hidden",) if strategy == "frozen" else ("hidden", "weight")
+    case = make_case(2, 400, 64, 8192, F32, bias=False, trainable=trainable)
+    with torch.no_grad():
+        case.target[case.target >= 0] %= 100
+    found = plan(
+        tokens=800, hidden_size=64, vocab_size=8192, scored=case.mask.sum(-1).tolist(), dtype=F32,
+        separability="pair", trainable_head=strategy != "frozen", strategy=strategy, active_vocab="auto",
+    )  # fmt: skip
+    seen = run(case, ToyLoss("pair"), strategy=strategy, active_vocab="auto")
+    workspace = seen.peak - sum(leaf.nbytes for leaf in case.leaves)
+    assert workspace <= found.workspace + per_token_bytes(case) + 4 * TWIN
+    assert workspace >= 0.6 * found.workspace
