@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import active, layers, measure, profiling, results
-from .cases import CASES
+from .cases import CASES, LLAMA, TINY
 from .ours import IMPLEMENTATIONS
 
 
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     columns.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     columns.add_argument("--repeats", type=int, default=measure.REPEATS)
     columns.add_argument("--reference", choices=("float64", "float32"), default="float64", help="of the true result")
+    columns.add_argument("--crossover", action="store_true", help="instead: one tile over shares of its columns")
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -122,6 +123,14 @@ def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
 
 def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
     device = torch.device(options.device)
+    if options.crossover:
+        head, rows = (LLAMA, 3072) if device.type == "cuda" else (TINY, 64)
+        record["crossover"] = active.crossover(head, rows, device, options.repeats)
+        path = results.save(record, options.out, kind="-crossover")
+        for row in record["crossover"]:
+            print(f"{row['share']:5.0%} of the columns {row['compact_ms']:8.2f} ms, all {row['whole_ms']:8.2f} ms")
+        print(f"written: {path.name}")
+        return 0
     cases = active.CASES if device.type == "cuda" else active.SMALL
     cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
     if not cases:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
+
+import torch
 
 from .cases import GEMMA, LLAMA, LLAMA_PAIR, TINY, Case, Head
 from .implementations import Implementation
+from .measure import milliseconds
 from .ours import row
 
 # Log-probabilities first, gradients at the time of backward: what any loss can be built on.
@@ -45,6 +49,51 @@ IMPLEMENTATIONS = (
     *_rows("active vocabulary, auto", {"active_vocab": "auto"}),
     *_rows("active vocabulary, 2^-12", {"active_vocab": 2.0**-12}),
 )
+
+
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+
+
+def crossover(head: Head, rows: int, device: torch.device, repeats: int) -> list[dict[str, float]]:
+    """Both gradient products of one tile over a share of the columns, choosing and moving them included, and over all.
+
+    `chunked.active.CROSSOVER` is to be the share from which the two take about as long.
+    """
+    from liger_losses.chunked import active
+    from liger_losses.chunked.active import ActiveVocabulary, Selection, TileGradient
+    from liger_losses.chunked.head import Precision
+    from liger_losses.chunked.walk import WeightGradient
+
+    kind = torch.bfloat16
+    gradient = torch.rand(rows, head.vocab, device=device).to(kind)
+    hidden, weight = (torch.randn(n, head.hidden, device=device).to(kind) for n in (rows, head.vocab))
+    factor, product = torch.ones(rows, device=device), torch.empty_like(hidden)
+    total = WeightGradient(weight.shape, Precision.of(kind, torch.float32), weight=True, bias=False)
+    former = active.CROSSOVER
+
+    def whole() -> None:
+        torch.mm(gradient, weight, out=product)
+        total.add(TileGradient(gradient), hidden, factor)
+
+    def compact() -> None:
+        found = Selection(ActiveVocabulary(1.5), gradient, None, None).gradient()
+        found.product(weight, product, torch.float32)
+        total.add(found, hidden, factor)
+
+    rows_of_table = []
+    try:
+        active.CROSSOVER = 1.0
+        whole()
+        for share in SHARES:
+            gradient.copy_(torch.rand(rows, head.vocab, device=device))
+            gradient[0, torch.randperm(head.vocab, device=device)[: int(share * head.vocab)]] = 2
+            times = {name: [milliseconds(work, device) for _ in range(repeats + 1)][1:]
+                     for name, work in (("whole", whole), ("compact", compact))}  # fmt: skip
+            total.tensors(device)
+            rows_of_table.append({"share": share, **{f"{name}_ms": median(found) for name, found in times.items()}})
+    finally:
+        active.CROSSOVER = former
+    return rows_of_table
 
 
 def ratios(report: dict[str, Any]) -> str:

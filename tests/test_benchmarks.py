@@ -207,6 +207,13 @@ def test_the_active_vocabulary_is_measured(tmp_path: Path, capsys: pytest.Captur
     assert main(["active", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
 
 
+def test_the_crossover_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["active", "--crossover", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert [row["share"] for row in json.loads(path.read_text())["crossover"]] == list(active.SHARES)
+    assert "of the columns" in capsys.readouterr().out
+
+
 def test_peaked_logits_are_peaked() -> None:
     case = Case("ce", Head("wide", 1024, 3001), 1, 40, peaked=True)
     inputs = make_inputs(case, CPU, dtype=torch.float32)
