@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`; `trainers`), profile a step, write the page (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`; `trainers`) or itself (`active`), profile, write a page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from liger_losses.kernels import fastest
 
-from . import layer_tables, layers, measure, profiling, results, trainers
-from .cases import CASES
+from . import active, layer_tables, layers, measure, profiling, results, trainers
+from .cases import CASES, LLAMA, TINY
 from .ours import IMPLEMENTATIONS
 
 
@@ -47,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     trainer = commands.add_parser("trainers", parents=[shared, label], help="time a step of TRL's trainers")
     trainer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     trainer.add_argument("--repeats", type=int, default=trainers.REPEATS)
+    columns = commands.add_parser("active", parents=[shared], help="time the active vocabulary beside the exact path")
+    columns.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    columns.add_argument("--repeats", type=int, default=measure.REPEATS)
+    columns.add_argument("--reference", choices=("float64", "float32"), default="float64", help="of the true result")
+    columns.add_argument("--crossover", action="store_true", help="instead: one tile over shares of its columns")
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -163,6 +168,36 @@ def _trainers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 1 if failures else 0
 
 
+def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    if options.crossover:
+        head, rows = (LLAMA, 3072) if device.type == "cuda" else (TINY, 64)
+        record["crossover"] = active.crossover(head, rows, device, options.repeats)
+        path = results.save(record, options.out, kind="-crossover")
+        for row in record["crossover"]:
+            print(f"{row['share']:5.0%} of the columns {row['compact_ms']:8.2f} ms, all {row['whole_ms']:8.2f} ms")
+        print(f"written: {path.name}")
+        return 0
+    cases = active.CASES if device.type == "cuda" else active.SMALL
+    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    if not cases:
+        return _refuse("no case has such a name")
+    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
+    record["label"], record["cases"] = "active", []
+    for case in cases:
+        started = time.perf_counter()
+        reference = getattr(torch, options.reference)
+        report = measure.run_case(case, active.IMPLEMENTATIONS, device, options.repeats, reference)
+        record["cases"].append(report)
+        path = results.save(record, options.out, kind="-active")
+        print(
+            f"{results.summary(report)}\n{active.ratios(report)}\n({time.perf_counter() - started:.0f} s)", flush=True
+        )
+    failures = [failure for report in record["cases"] for failure in measure.failed(report)]
+    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -181,9 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    command = {"run": _run, "profile": _profile, "layers": _layers, "trainers": _trainers}[options.command]
-    if options.command == "layers" and options.tables:
-        command = _tables
+    commands = {"run": _run, "profile": _profile, "layers": _layers, "trainers": _trainers, "active": _active}
+    command = _tables if options.command == "layers" and options.tables else commands[options.command]
     return command(options, _record(options, arguments))
 
 

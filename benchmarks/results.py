@@ -114,6 +114,8 @@ def table(report: dict[str, Any]) -> list[str]:
         name = row["implementation"] + ("" if row["status"] == "ok" else f": {row['status']}".replace("|", "/"))
         if row["memory_budget"] is not None:
             name += f", budget {_mib(row['memory_budget'])} MiB"
+        if "active" in row:
+            name += f", {row['active']['share']:.1%} of the columns"
         relative = row["ms"] / ours if "ms" in row and ours else None
         cells = [name, _number(row.get("ms"), ".2f"), _number(row.get("floor_ratio"), ".3f"), _number(relative, ".2f")]
         cells += [_mib(row.get("extra_bytes")), _mib(row.get("predicted_bytes"))]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import layers, measure, results, stand_ins, trainers
+from benchmarks import active, layers, measure, results, stand_ins, trainers
 from benchmarks.__main__ import main
-from benchmarks.cases import CASES, WORKLOADS, Case, Inputs, make_inputs
+from benchmarks.cases import CASES, WORKLOADS, Case, Head, Inputs, make_inputs
 from benchmarks.distillation import whole_logits
 from benchmarks.implementations import NAIVE, PEERS, Implementation, Step, from_logprobs, full_logprobs
 from benchmarks.oracle import errors, relative_error, truth
@@ -188,6 +188,40 @@ def test_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(f"### {case.name}" in text for case in layers.TINY)
     assert "| ours |" in text
     assert main(["layers", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
+
+
+def test_the_active_vocabulary_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["active", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert [report["case"] for report in record["cases"]] == [case.name for case in active.SMALL]
+    for report in record["cases"]:
+        exact, auto, number = report["rows"]
+        assert "active" not in exact
+        assert number["active"]["dropped_mean"] <= number["active"]["dropped_max"]
+        assert all(row["active"]["share"] > 0 for row in (auto, number))
+    assert "x exact" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    assert main(["report", str(path), "--page", str(page)]) == 0
+    assert "of the columns" in page.read_text()
+    assert main(["active", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
+
+
+def test_the_crossover_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["active", "--crossover", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert [row["share"] for row in json.loads(path.read_text())["crossover"]] == list(active.SHARES)
+    assert "of the columns" in capsys.readouterr().out
+
+
+def test_peaked_logits_are_peaked() -> None:
+    case = Case("ce", Head("wide", 1024, 3001), 1, 40, peaked=True)
+    inputs = make_inputs(case, CPU, dtype=torch.float32)
+    p = torch.softmax(inputs.hidden @ inputs.weight.T, -1)
+    assert p.topk(16, -1).values.sum(-1).mean() > 0.9
+    assert p.gather(-1, inputs.target.unsqueeze(-1)).log().mean() > -5
+    again = make_inputs(case, CPU, dtype=torch.float32)
+    assert torch.equal(inputs.hidden, again.hidden)
 
 
 def test_a_wrong_layer_of_ours_is_not_timed() -> None:

@@ -72,6 +72,7 @@ class FusedHead:
     memory_budget: int | None
     logits_dtype: str
     strategy: str
+    active_vocab: float | str | None
     verdict: str  # of check_head
     verified: bool = False  # a few random tokens came out as from the model's own logits
     adapter: bool = False  # LoRA or DoRA on the head
@@ -136,6 +137,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
             memory_budget=head.memory_budget,
             logits_dtype=head.logits_dtype,
             strategy=head.strategy,
+            active_vocab=head.active_vocab,
         )
         if head.mean_logits_everywhere and head.options["softcap"] is None:
             values["mean_logit"] = _mean_logits(hidden, weight, bias, head)

@@ -92,6 +92,7 @@ def fuse_trainer(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
     verify: bool = True,
 ) -> FuseReport:
     """Let the models of a built TRL trainer score labels with `linear_logprobs`; call it before `trainer.train()`.
@@ -102,7 +103,7 @@ def fuse_trainer(
 
     Args:
         trainer: One of TRL's (see `docs/trl.md`), or of a class derived from one.
-        memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
+        memory_budget, logits_dtype, strategy, active_vocab: As in `liger_losses.linear_logprobs`.
         verify: Hold a few random tokens' log-probabilities against those of each model's own logits, and refuse if they
             differ.
 
@@ -119,7 +120,9 @@ def fuse_trainer(
         >>> trainer.train()
     """
     recipe = _recipe_of(trainer)
-    settings: dict[str, Any] = {"memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy}
+    settings: dict[str, Any] = {
+        "memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy, "active_vocab": active_vocab
+    }  # fmt: skip
     state = vars(trainer).get(_STATE)
     if state is not None and state[1] == settings:
         report: FuseReport = state[0]
