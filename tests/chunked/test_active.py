@@ -73,7 +73,7 @@ def gradients(value: Tensor, case: Case) -> list[Tensor]:
 
 @pytest.mark.usefixtures("never_whole")
 @pytest.mark.parametrize("scored", ["all", "prompt", "nothing"])
-@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 @pytest.mark.parametrize("strategy", ["cached", "frozen"])
 def test_eps_0_of_logprobs_is_exact(strategy: str, dtype: torch.dtype, scored: str) -> None:
     trainable = ("hidden",) if strategy == "frozen" else ("hidden", "weight", "bias")
@@ -460,8 +460,9 @@ def test_a_loss_that_differentiates_no_statistic() -> None:
     torch.testing.assert_close(gradient, linear_logprobs(*case.head).detach())
 
 
-@pytest.mark.parametrize("share", ["most", "all"])
-@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+@pytest.mark.parametrize(
+    ("strategy", "share"), [("immediate", "most"), ("cached", "most"), ("cached", "all"), ("frozen", "most")]
+)
 def test_the_plan_is_kept(strategy: str, share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from liger_losses.kernels import tile_statistics
 
