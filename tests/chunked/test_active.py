@@ -73,7 +73,7 @@ def gradients(value: Tensor, case: Case) -> list[Tensor]:
 
 @pytest.mark.usefixtures("never_whole")
 @pytest.mark.parametrize("scored", ["all", "prompt", "nothing"])
-@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 @pytest.mark.parametrize("strategy", ["cached", "frozen"])
 def test_eps_0_of_logprobs_is_exact(strategy: str, dtype: torch.dtype, scored: str) -> None:
     trainable = ("hidden",) if strategy == "frozen" else ("hidden", "weight", "bias")
@@ -202,6 +202,24 @@ def test_a_number_is_a_bound_on_what_is_left_out(strategy: str) -> None:
     assert report.dropped_mean.item() == pytest.approx(lost.mean().item())
     assert report.dropped_max.item() == pytest.approx(lost.max().item())
     assert p.masked_fill(chosen, 0).max() <= eps
+
+
+def test_the_tail_is_worth_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head as trained ones are: its rows share a mean and a direction of frequency, and the tail points there."""
+    monkeypatch.setattr(active, "CROSSOVER", 1.0)
+    case = peaked(2, 100, 64, 3001)
+    with torch.no_grad():
+        case.weight[:, 0] = -0.3 * torch.log(torch.arange(3001) + 3.0)
+        case.weight[:, 1] = 0.7
+        case.hidden[..., 0] += 1.5
+    true = gradients(linear_logprobs(*case.head).sum(), case)
+    with record_active_vocabulary() as report:
+        got = gradients(linear_logprobs(*case.head, active_vocab=2**-10).sum(), case)
+    monkeypatch.setattr(active, "tail_sums", lambda gradient, chosen: gradient.new_zeros(len(gradient)))
+    left_out = gradients(linear_logprobs(*case.head, active_vocab=2**-10).sum(), case)
+    assert report.share < 0.4
+    for (one, other, exact), times in zip(zip(got, left_out, true, strict=True), (5, 1.1), strict=True):
+        assert times * (one - exact).norm() < (other - exact).norm()
 
 
 class _Weighted:
@@ -442,8 +460,9 @@ def test_a_loss_that_differentiates_no_statistic() -> None:
     torch.testing.assert_close(gradient, linear_logprobs(*case.head).detach())
 
 
-@pytest.mark.parametrize("share", ["most", "all"])
-@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+@pytest.mark.parametrize(
+    ("strategy", "share"), [("immediate", "most"), ("cached", "most"), ("cached", "all"), ("frozen", "most")]
+)
 def test_the_plan_is_kept(strategy: str, share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from liger_losses.kernels import tile_statistics
 
