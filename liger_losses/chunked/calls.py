@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from .loss import (
     rows_per_unit,
 )
 from .operators import token_statistics as token_statistics_operator
+from .parallel import VocabularyShard
+from .placements import local_head, local_teacher
 from .planner import Plan, make_plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
 from .walk import TileWalk
@@ -44,8 +47,10 @@ class Call:
         target: Tensor | ScoredTokens,
         ignore_index: int,
         precision: Precision,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.shape = hidden.shape[:-1]
+        self.shard = shard
         self.hidden = hidden.reshape(-1, hidden.shape[-1])
         self.weight, self.bias, self.ignore_index, self.precision = weight, bias, ignore_index, precision
         self._target = target
@@ -58,9 +63,16 @@ class Call:
 
     def read(self, given: HeadTensors, names: tuple[str, ...]) -> None:
         """Check and take what shapes logits and statistics beside the head."""
+        if given.teacher is not None:
+            given = replace(given, teacher=local_teacher(given.teacher, self.shard))
         self.tensors = check_head_tensors(
-            given, names, self.shape, self.weight.shape[0], self.weight.device, self.targets, self.ignore_index
+            given, names, self.shape, self.vocab_size, self.weight.device, self.targets, self.ignore_index
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of all ranks' columns."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
     @property
     def targets(self) -> Tensor:
@@ -71,7 +83,7 @@ class Call:
         scored = (
             self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
         )
-        scored.check_range(self.weight.shape[0])
+        scored.check_range(self.vocab_size)
         return scored
 
     def target_tensor(self) -> Tensor:
@@ -98,7 +110,8 @@ def prepare(
     else:
         check_target(target)
     check_head(hidden, weight, bias, target.shape)
-    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype))
+    hidden, weight, bias, shard = local_head(hidden, weight, bias)
+    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype), shard)
 
 
 def per_token(temperature: float | Tensor) -> Tensor | None:
@@ -236,7 +249,7 @@ def _plan(
 ) -> Plan:
     problem = describe(
         call.hidden, call.weight, scored.row_counts, call.precision, call.needs, call.tensors.teacher,
-        only_logprob_grad=only_logprob(differentiable), **more,
+        shard=call.shard, only_logprob_grad=only_logprob(differentiable), **more,
     )  # fmt: skip
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
 
@@ -281,7 +294,7 @@ def _deferred(
 def _walk(call: Call, scored: ScoredOnDevice, plan: Plan) -> TileWalk:
     bias = None if call.bias is None else call.bias.detach()
     hidden, weight = call.hidden.detach(), call.weight.detach()
-    return TileWalk(hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors)
+    return TileWalk(hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors, call.shard)
 
 
 def _traced_strategy(call: Call, differentiable: tuple[str, ...], strategy: str) -> str:
@@ -330,5 +343,6 @@ def _run(
         memory_budget,
         *call.needs,
         "" if call.tensors.teacher is None else call.tensors.teacher.encode(),
+        "" if call.shard is None else call.shard.encode(),
     )
     return dict(zip(names, outputs[: len(names)], strict=True))

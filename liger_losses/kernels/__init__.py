@@ -5,6 +5,7 @@ from __future__ import annotations
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence
+from .divergence_sums import divergence_sums
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .layer_norm import layer_norm
@@ -36,6 +37,7 @@ __all__ = [
     "bernoulli_tile",
     "differentiable_once",
     "divergence_gradient",
+    "divergence_sums",
     "divergence_tile",
     "fold_tile",
     "fused_add_rms_norm",
