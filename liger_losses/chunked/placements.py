@@ -17,9 +17,6 @@ from .teacher import Teacher
 # The mesh dimension along which a vocabulary is spread: torchtitan, transformers and accelerate give it this name.
 TENSOR_PARALLEL = "tp"
 
-# (group, vocabulary) -> bounds, where `vocab_parallel` was told of others than torch.chunk's.
-_BOUNDS: dict[tuple[str, int], tuple[int, ...]] = {}
-
 
 def is_dtensor(tensor: object) -> bool:
     """Without importing DTensor: where nobody has, there is none."""
@@ -47,10 +44,17 @@ def tensor_parallel_dimension(tensor: Tensor) -> int | None:
         return None
     spread: Any = tensor
     names = spread.device_mesh.mesh_dim_names or ()
-    if TENSOR_PARALLEL not in names:
-        return None
-    dimension = names.index(TENSOR_PARALLEL)
-    return dimension if spread.placements[dimension].is_shard(0) else None
+    found = [index for index, name in enumerate(names) if name.partition("[")[0] == TENSOR_PARALLEL]
+    return found[0] if found and spread.placements[found[0]].is_shard(0) else None
+
+
+def mesh_name(bounds: tuple[int, ...]) -> str:
+    """The mesh dimension's name for shards of these bounds.
+
+    DTensor itself knows torch.chunk's sizes alone. Others are part of the name: meshes are compared by it, and it goes
+    where the DTensor goes.
+    """
+    return TENSOR_PARALLEL if bounds == chunked_bounds(len(bounds) - 1, bounds[-1]) else f"{TENSOR_PARALLEL}{[*bounds]}"
 
 
 def check_bounds(bounds: tuple[int, ...], vocab_size: int) -> None:
@@ -63,23 +67,18 @@ def check_bounds(bounds: tuple[int, ...], vocab_size: int) -> None:
         )
 
 
-def remember_bounds(group: str, bounds: tuple[int, ...]) -> None:
-    _BOUNDS[group, bounds[-1]] = bounds
-
-
-def _bounds(group: str, ranks: int, vocab_size: int) -> tuple[int, ...]:
-    known = _BOUNDS.get((group, vocab_size))
-    if known is not None:
-        return known
+def chunked_bounds(ranks: int, vocab_size: int) -> tuple[int, ...]:
     step = -(-vocab_size // ranks)
-    bounds = tuple(min(rank * step, vocab_size) for rank in range(ranks + 1))
-    check_bounds(bounds, vocab_size)
-    return bounds
+    return tuple(min(rank * step, vocab_size) for rank in range(ranks + 1))
 
 
 def _shard_of(weight: Any, dimension: int) -> VocabularyShard:
-    group = weight.device_mesh.get_group(dimension)
-    return VocabularyShard(group.group_name, _bounds(group.group_name, group.size(), weight.shape[0]))
+    group, name = weight.device_mesh.get_group(dimension), weight.device_mesh.mesh_dim_names[dimension]
+    bounds = chunked_bounds(group.size(), weight.shape[0])
+    if name != TENSOR_PARALLEL:
+        bounds = tuple(map(int, name[len(TENSOR_PARALLEL) + 1 : -1].split(",")))
+    check_bounds(bounds, weight.shape[0])
+    return VocabularyShard(group.group_name, bounds)
 
 
 def _local_rows(name: str, tensor: Any, shard: VocabularyShard) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from liger_losses.chunked.placements import gathered
 from liger_losses.integrations import _adapters
-from liger_losses.integrations._adapters import gathered
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_losses.kernels import Columns, Divergence, DivergenceState, TeacherTile, divergence_gradient, divergence_tile
+from liger_losses.kernels import (
+    Columns,
+    Divergence,
+    DivergenceState,
+    TeacherTile,
+    divergence_gradient,
+    divergence_sums,
+    divergence_tile,
+)
 
 from ..distillation_oracle import KINDS, NAMES, label_of, unfused_distillation
 from ..oracle import check_close, largest, transformed
@@ -89,6 +97,32 @@ def test_every_kind(device: str, options: Divergence, dtype: torch.dtype, writte
             )  # fmt: skip
         want, other = (result["out"] * factor.unsqueeze(-1).to(result["out"].dtype) for result in (exact, naive))
         check_close(blocks, want, other, written, terms=8, scale=2 * max(1.0, slope), what="gradient of blocks")
+
+
+@pytest.mark.parametrize("options", [o for o in KINDS if o.form not in ("cosine", "mse")], ids=label_of)
+def test_sums_of_blocks_of_columns(device: str, options: Divergence) -> None:
+    vocab, cut, aligned = 264, (136, 96)[KINDS.index(options) % 2], KINDS.index(options) % 2 == 0
+    chosen = options_of("all" if aligned else "plain", device)
+    tile, bias, target = make_tile(vocab, F32, device, aligned=True, bias=aligned)
+    logits = teacher_of(tile, vocab, aligned=True)
+    whole = visit(tile, bias, target, TeacherTile(logits), options, chosen, names=("distillation",))
+    # S in the forms of a whole row that need no sum is known up to rounding: in fp64 all of it is.
+    exact = visit(
+        tile.cpu().double(), None if bias is None else bias.cpu().double(), target.cpu(),
+        TeacherTile(logits.cpu().double()), options, options_of("all" if aligned else "plain", "cpu"),
+    ) if not INTERPRETED else whole  # fmt: skip
+    found = torch.zeros(2, ROWS, device=device)
+    for block in (slice(0, cut), slice(cut, vocab)):
+        part = DivergenceState.of_kept(whole.lse, options)
+        part.value = torch.full((ROWS,), math.nan, device=device)
+        part.total = torch.full((ROWS,), math.nan, device=device)
+        divergence_sums(
+            tile[:, block], None if bias is None else bias[block], TeacherTile(logits[:, block]), part,
+            as_transform(chosen),
+        )  # fmt: skip
+        found += torch.stack([part.value, part.total])
+    expected = torch.stack([exact.value, exact.total]).to(found)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocabulary", ["shared", "padded"])
