@@ -120,8 +120,8 @@ def fuse_head(
     linear = output_head(model)
     head = FusedHead(
         model=type(model).__name__,
-        vocabulary=linear.linear.weight.shape[0],
-        hidden=linear.linear.weight.shape[1],
+        vocabulary=linear.size[0],
+        hidden=linear.size[1],
         bias=linear.linear.bias is not None,
         trainable=linear.trainable,
         options=options,
