@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`), profile a step (`profile`), write the page (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`; `distributed`), profile a step, write the page (`report`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import layers, measure, profiling, results
+from . import distributed, layers, measure, profiling, results
 from .cases import CASES
 from .ours import IMPLEMENTATIONS
 
@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     layer = commands.add_parser("layers", parents=[shared], help="time the layer kernels")
     layer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     layer.add_argument("--repeats", type=int, default=measure.REPEATS)
+    several = commands.add_parser("distributed", parents=[shared], help="two GPUs against one")
+    several.add_argument("--repeats", type=int, default=3)
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -116,6 +118,18 @@ def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 1 if failures else 0
 
 
+def _distributed(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    if device.type == "cuda" and torch.cuda.device_count() < distributed.RANKS:
+        return _refuse(f"needs {distributed.RANKS} GPUs; --device cpu checks the harness with gloo")
+    record["settings"] = {"repeats": options.repeats}
+    record["distributed"] = distributed.run(device, options.repeats)
+    path = results.save(record, options.out, kind="-distributed")
+    failures = [failure for report in record["distributed"] for failure in distributed.failed(report)]
+    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -134,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    command = {"run": _run, "profile": _profile, "layers": _layers}[options.command]
+    command = {"run": _run, "profile": _profile, "layers": _layers, "distributed": _distributed}[options.command]
     return command(options, _record(options, arguments))
 
 
