@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`; `distributed`), profile a step, write the page (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`; `distributed`), profile a step, write a page (`report`)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from . import checks
+from . import engines, refusals, vocabulary  # noqa: F401  # each adds its checks
+from .harness import CHECKS, WORLD, run
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +20,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(checks.run, args=(port, str(folder)), nprocs=checks.WORLD, join=True)
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(checks.WORLD)]
+    mp.spawn(run, args=(port, str(folder)), nprocs=WORLD, join=True)
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(found: list[dict[str, str]], name: str) -> None:
     for rank, said in enumerate(found):
         assert said[name] == "", f"rank {rank}:\n{said[name]}"
