@@ -76,7 +76,7 @@ def spread_vocabulary(case: Case, device: torch.device, repeats: int) -> dict[st
     spread = replace(inputs, weight=_leaf(inputs.weight, mesh))
     if inputs.reference_weight is not None:
         spread.reference_weight = _leaf(inputs.reference_weight, mesh)
-    inputs.weight, inputs.reference_weight = inputs.weight.detach()[:0], None  # the whole ones are not needed any more
+    inputs.weight, inputs.reference_weight = inputs.weight.new_empty(0), None  # the whole ones are not needed any more
     step = _step(case, spread, ours)
     with counted() as calls:
         found = float(step())

@@ -16,14 +16,17 @@ from torch import Tensor
 from .measure import milliseconds
 
 RANKS = 2
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+    "reduce_scatter_single", "broadcast",
+)  # fmt: skip
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Calls of torch.distributed's collectives by name, and the elements of the largest tensor handed to one."""
     seen: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

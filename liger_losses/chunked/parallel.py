@@ -30,6 +30,9 @@ from ..kernels import (
     fold_tile,
 )
 
+# Its former name is all that torch has up to 2.12.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 _ADDED = ("sum_logits", "sum_columns")
 
 
@@ -82,7 +85,7 @@ class VocabularyShard:
     def gather(self, numbers: Tensor) -> Tensor:
         """`[ranks, ...]`, in the order of the columns."""
         everyone = numbers.new_empty((len(self.bounds) - 1) * numbers.shape[0], *numbers.shape[1:])
-        dist.all_gather_into_tensor(everyone, numbers, group=self.process_group)
+        getattr(dist, _GATHER)(everyone, numbers, group=self.process_group)
         return everyone.view(-1, *numbers.shape)
 
     def sum(self, numbers: Tensor) -> Tensor:

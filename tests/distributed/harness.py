@@ -86,13 +86,17 @@ def collectives() -> Iterator[collections.Counter[str]]:
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[name] += 1
+            seen["all_gather" if name.startswith("all_gather") else name] += 1
             seen["largest"] = max(seen["largest"], *(a.numel() for a in args if isinstance(a, Tensor)))
             return function(*args, **kwargs)
 
         return call
 
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"):
+    names = (
+        "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+        "reduce_scatter_single", "broadcast",
+    )  # fmt: skip
+    for name in filter(vars(dist).__contains__, names):
         originals[name] = getattr(dist, name)
         setattr(dist, name, counted(name, originals[name]))
     try:

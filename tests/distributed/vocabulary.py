@@ -175,7 +175,7 @@ def shards_of_any_size_and_the_collectives_of_a_call() -> None:
         forward = dict(seen)
         loss.backward()
     # One tile, and one reduction of the hidden gradient: nothing else, and no tensor of the weight's size.
-    assert forward["all_gather_into_tensor"] == 1, forward
+    assert forward["all_gather"] == 1, forward
     assert sum(forward.values()) - forward["largest"] == 1, forward
     assert seen["all_reduce"] == 1, seen
     assert sum(seen.values()) - seen["largest"] == 2, seen
@@ -188,10 +188,10 @@ def shards_of_any_size_and_the_collectives_of_a_call() -> None:
             linear_logprobs(
                 hidden.clone().requires_grad_(), spread[0].detach(), target, strategy=strategy
             ).sum().backward()
-        assert (seen["all_gather_into_tensor"], seen["all_reduce"]) == (forwards, 1), seen
+        assert (seen["all_gather"], seen["all_reduce"]) == (forwards, 1), seen
     with torch.no_grad(), collectives() as seen:
         linear_logprobs(hidden, spread[0], target)
-    assert (seen["all_gather_into_tensor"], seen["all_reduce"]) == (1, 0), seen
+    assert (seen["all_gather"], seen["all_reduce"]) == (1, 0), seen
 
 
 @check
@@ -227,4 +227,4 @@ def a_replicated_or_differently_named_head_is_gathered() -> None:
     declared = vocab_parallel(distribute_tensor(weight, mesh_of("model"), [Shard(0)]), dim="model")
     with torch.no_grad(), collectives() as seen:
         close(linear_logprobs(hidden, declared, target), linear_logprobs(hidden, weight, target))
-    assert seen["all_gather_into_tensor"] == 1
+    assert seen["all_gather"] == 1

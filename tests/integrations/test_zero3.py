@@ -12,6 +12,8 @@ import torch.multiprocessing as mp
 
 pytest.importorskip("transformers")
 
+from liger_losses import LigerFusedLinearDPOLoss
+from liger_losses.distributed import FusedHead
 from liger_losses.integrations.transformers import fuse_head
 
 from .test_distributed import WORLD, _batch, _own_gradients
@@ -78,6 +80,24 @@ def test_an_adapter_on_a_partitioned_head_is_refused() -> None:
         fuse_head(model)
 
 
+class _Custom(torch.nn.Sequential):
+    def forward(self, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self[1](self[0](inputs), target)[0]
+        return loss
+
+
+def _custom(strategy: str) -> _Custom:
+    """A model of a custom loop, whose head is a module that answers with a loss."""
+    torch.manual_seed(2)
+    loss = LigerFusedLinearDPOLoss(beta=0.2, use_ref_model=False, strategy=strategy)
+    return _Custom(torch.nn.Linear(6, 16), FusedHead(torch.nn.Linear(16, 60), loss))
+
+
+def _pairs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 7, 6, generator=generator), torch.randint(0, 60, (4, 7), generator=generator)
+
+
 def _step(rank: int, port: int) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD),
@@ -90,25 +110,40 @@ def _step(rank: int, port: int) -> None:
 
     deepspeed.comm.torch.build_shm_op = lambda: None  # else compiled for minutes; gloo does without
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    for strategy in ("cached", "recompute"):
-        model = tiny_model()
-        fuse_head(model, strategy=strategy)
-        engine, *_ = deepspeed.initialize(
+
+    def engine_of(model: torch.nn.Module) -> Any:
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        return deepspeed.initialize(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
             config={
                 "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                "zero_optimization": zero,
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
             },
-        )
-        loss = engine(**_batch(rank), fused_lm_head=True).loss
-        assert model.lm_head.weight.numel() == 0  # freed after the forward
+        )[0]
+
+    def check(model: torch.nn.Module, head: Any, engine: Any, loss: torch.Tensor, expected: dict[str, Any]) -> None:
+        assert head.weight.numel() == 0  # freed after the forward
         engine.backward(loss)
-        for name, expected in _own_gradients("zero3").items():
-            seen = safe_get_full_grad(dict(model.named_parameters())[name])
-            torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        parameters = dict(model.named_parameters())
+        for name, gradient in expected.items():
+            seen = safe_get_full_grad(parameters[name])
+            torch.testing.assert_close(seen, gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+    for strategy in ("cached", "recompute"):
+        model = tiny_model()
+        fuse_head(model, strategy=strategy)
+        engine = engine_of(model)
+        loss = engine(**_batch(rank), fused_lm_head=True).loss
+        check(model, model.lm_head, engine, loss, _own_gradients("zero3"))
+    for strategy in ("immediate", "recompute"):
+        custom, same = _custom(strategy), _custom(strategy)
+        (sum(same(*_pairs(each)) for each in range(WORLD)) / WORLD).backward()
+        engine = engine_of(custom)
+        loss = engine(*_pairs(rank))
+        check(custom, custom[1], engine, loss, {name: p.grad for name, p in same.named_parameters()})
     torch.distributed.destroy_process_group()
 
 
