@@ -187,6 +187,21 @@ def _group(group: dist.ProcessGroup | DeviceMesh | None, dim: str) -> dist.Proce
     return group
 
 
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        total = upstream.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum over a group's ranks, with the gradient of that sum: for units that span ranks (context parallelism).
 
@@ -199,9 +214,8 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Te
     Every rank computes the same loss; its backward adds up the gradients that the ranks send. Where parameters'
     gradients are then averaged over these ranks, as DDP and FSDP2 do, they are exactly those of the loss.
     """
-    from torch.distributed.nn.functional import all_reduce
-
-    return all_reduce(values, group=dist.group.WORLD if group is None else group)
+    total: Tensor = _SumOverRanks.apply(values, group)
+    return total
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from liger_losses import (
     Divergence,
@@ -189,6 +190,13 @@ def shards_of_any_size_and_the_collectives_of_a_call() -> None:
                 hidden.clone().requires_grad_(), spread[0].detach(), target, strategy=strategy
             ).sum().backward()
         assert (seen["all_gather"], seen["all_reduce"]) == (forwards, 1), seen
+    # DTensor's own collectives do not go through torch.distributed's functions. A spread head asks for none, a sharded
+    # one that is no vocabulary's for one gather and one reduction.
+    for name, expected in (("tp", 0), ("dp", 2)):
+        sharded = distribute_tensor(weight, mesh_of(name), [Shard(0)]).requires_grad_()
+        with CommDebugMode() as debug:
+            module(sharded, hidden.clone().requires_grad_(), target)[0].backward()
+        assert debug.get_total_counts() == expected, debug.get_comm_counts()
     with torch.no_grad(), collectives() as seen:
         linear_logprobs(hidden, spread[0], target)
     assert (seen["all_gather"], seen["all_reduce"]) == (1, 0), seen
