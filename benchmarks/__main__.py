@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`; `trainers`) or itself (`active`), profile, write a page."""
+"""Time ours beside its peers, itself or one GPU (`run`, the default), profile a step, write a page (`report`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from liger_losses.kernels import fastest
 
-from . import active, layer_tables, layers, measure, profiling, results, trainers
+from . import active, distributed, layer_tables, layers, measure, profiling, results, trainers
 from .cases import CASES, LLAMA, TINY
 from .ours import IMPLEMENTATIONS
 
@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     columns.add_argument("--repeats", type=int, default=measure.REPEATS)
     columns.add_argument("--reference", choices=("float64", "float32"), default="float64", help="of the true result")
     columns.add_argument("--crossover", action="store_true", help="instead: one tile over shares of its columns")
+    several = commands.add_parser("distributed", parents=[shared], help="two GPUs against one")
+    several.add_argument("--repeats", type=int, default=3)
     report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -198,6 +200,18 @@ def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 1 if failures else 0
 
 
+def _distributed(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    if device.type == "cuda" and torch.cuda.device_count() < distributed.RANKS:
+        return _refuse(f"needs {distributed.RANKS} GPUs; --device cpu checks the harness with gloo")
+    record["settings"] = {"repeats": options.repeats}
+    record["distributed"] = distributed.run(device, options.repeats)
+    path = results.save(record, options.out, kind="-distributed")
+    failures = [failure for report in record["distributed"] for failure in distributed.failed(report)]
+    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -216,7 +230,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    commands = {"run": _run, "profile": _profile, "layers": _layers, "trainers": _trainers, "active": _active}
+    commands = {
+        "run": _run,
+        "profile": _profile,
+        "layers": _layers,
+        "trainers": _trainers,
+        "active": _active,
+        "distributed": _distributed,
+    }
     command = _tables if options.command == "layers" and options.tables else commands[options.command]
     return command(options, _record(options, arguments))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from liger_losses._version import __version__
 
 if TYPE_CHECKING:
-    from liger_losses import functional, losses, testing
+    from liger_losses import distributed, functional, losses, testing
     from liger_losses.chunked import (
         Divergence,
         fused_linear_distillation,
@@ -68,6 +68,7 @@ __all__ = [
     "LigerKLDIVLoss",
     "LigerTVDLoss",
     "__version__",
+    "distributed",
     "functional",
     "fused_linear_distillation",
     "fused_linear_loss",
@@ -103,6 +104,7 @@ _HOMES: dict[str, str | None] = {
     "LigerJSD": "liger_losses.modules",
     "LigerKLDIVLoss": "liger_losses.modules",
     "LigerTVDLoss": "liger_losses.modules",
+    "distributed": None,
     "functional": None,
     "fused_linear_distillation": "liger_losses.chunked",
     "fused_linear_loss": "liger_losses.chunked",

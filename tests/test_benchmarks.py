@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import active, layers, measure, results, stand_ins, trainers
+from benchmarks import active, distributed, layers, measure, results, stand_ins, trainers
 from benchmarks.__main__ import main
 from benchmarks.cases import CASES, WORKLOADS, Case, Head, Inputs, make_inputs
 from benchmarks.distillation import whole_logits
@@ -283,3 +283,27 @@ def test_suites() -> None:
         "dpo-4x2048/llama3-8b",
         "dpo-4x2048/llama3-8b/frozen",
     ]
+
+
+@pytest.mark.slow
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    assert main(["distributed", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    record = json.loads(next(tmp_path.glob("*-distributed.json")).read_text())
+    assert [report["case"] for report in record["distributed"]] == [*distributed.SPREAD_TINY, "fsdp2-dpo"]
+    for report in record["distributed"][:-1]:
+        over_two = report["rows"][-1]
+        assert max(over_two["errors"].values()) < 1e-2
+        assert report["profile"]["collectives"]["all_reduce"] >= 1
+        assert report["profile"]["largest_elements"] == report["profile"]["hidden_elements"]
+    page = results.page([record])
+    assert "ours, vocabulary over 2 GPUs" in page
+    assert "Collectives of a step" in page
+
+
+def test_a_rank_that_differs_is_a_failure() -> None:
+    rows = [{"implementation": "full logits, 1 GPU", "status": "out of memory"},
+            {"implementation": "ours, vocabulary over 2 GPUs", "status": "differs", "errors": {"loss": 0.5}}]  # fmt: skip
+    report = {"case": "ce", "title": "ce", "rows": rows}
+    assert distributed.failed(report) == ["ce: ours, vocabulary over 2 GPUs: differs"]
+    assert "loss 5.0e-01  differs" in distributed.summary(report)
+    assert "| ours, vocabulary over 2 GPUs: differs | - | - | - | - | loss 5.0e-01 |" in distributed.table(report)

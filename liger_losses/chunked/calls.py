@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from .loss import (
     rows_per_unit,
 )
 from .operators import token_statistics as token_statistics_operator
+from .parallel import VocabularyShard
+from .placements import local_head, local_teacher
 from .planner import make_plan
 from .problem import Plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
@@ -48,8 +51,10 @@ class Call:
         target: Tensor | ScoredTokens,
         ignore_index: int,
         precision: Precision,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.shape = hidden.shape[:-1]
+        self.shard = shard
         self.hidden = hidden.reshape(-1, hidden.shape[-1])
         self.weight, self.bias, self.ignore_index, self.precision = weight, bias, ignore_index, precision
         self._target = target
@@ -62,18 +67,30 @@ class Call:
 
     def read(self, given: HeadTensors, names: tuple[str, ...]) -> None:
         """Check and take what shapes logits and statistics beside the head."""
+        if given.teacher is not None:
+            given = replace(given, teacher=local_teacher(given.teacher, self.shard))
         self.tensors = check_head_tensors(
-            given, names, self.shape, self.weight.shape[0], self.weight.device, self.targets, self.ignore_index
+            given, names, self.shape, self.vocab_size, self.weight.device, self.targets, self.ignore_index
         )
 
     def choose_columns(self, active_vocab: object, differentiable: tuple[str, ...]) -> None:
         """Check and take the rule by which columns enter the gradient products."""
         self.active = ActiveVocabulary.of(active_vocab)
+        if self.active is not None and self.shard is not None:
+            raise ValueError(
+                f"active_vocab: got {active_vocab!r} with a vocabulary-parallel head, expected None: ranks would keep "
+                "different tiles, and project others again at different times"
+            )
         if self.active is not None and "mean_logprob" in differentiable:
             raise ValueError(
                 f"active_vocab: got {active_vocab!r} for a loss that differentiates mean_logprob (label smoothing), "
                 "whose gradient is as large in every column; expected None"
             )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of all ranks' columns."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
     @property
     def targets(self) -> Tensor:
@@ -84,7 +101,7 @@ class Call:
         scored = (
             self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
         )
-        scored.check_range(self.weight.shape[0])
+        scored.check_range(self.vocab_size)
         return scored
 
     def target_tensor(self) -> Tensor:
@@ -112,7 +129,8 @@ def prepare(
     else:
         check_target(target)
     check_head(hidden, weight, bias, target.shape, head)
-    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype))
+    hidden, weight, bias, shard = local_head(hidden, weight, bias)
+    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype), shard)
 
 
 def per_token(temperature: float | Tensor) -> Tensor | None:
@@ -259,7 +277,7 @@ def _plan(
 ) -> Plan:
     problem = describe(
         call.hidden, call.weight, scored.row_counts, call.precision, call.needs, call.tensors.teacher,
-        only_logprob_grad=only_logprob(differentiable), active=call.active is not None, **more,
+        shard=call.shard, only_logprob_grad=only_logprob(differentiable), active=call.active is not None, **more,
     )  # fmt: skip
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
 
@@ -304,7 +322,9 @@ def _deferred(
 def _walk(call: Call, scored: ScoredOnDevice, plan: Plan) -> TileWalk:
     bias = None if call.bias is None else call.bias.detach()
     hidden, weight = call.hidden.detach(), call.weight.detach()
-    return TileWalk(hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors, call.active)
+    return TileWalk(
+        hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors, call.active, call.shard
+    )
 
 
 def _traced_strategy(call: Call, differentiable: tuple[str, ...], strategy: str) -> str:
@@ -374,5 +394,6 @@ def _operator(
         memory_budget,
         *call.needs,
         "" if call.tensors.teacher is None else call.tensors.teacher.encode(),
+        "" if call.shard is None else call.shard.encode(),
     )
     return dict(zip(names, outputs[: len(names)], strict=True))

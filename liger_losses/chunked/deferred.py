@@ -20,6 +20,7 @@ from ..kernels import (
 from .active import TileGradient
 from .head import Precision
 from .head_tensors import logit_coefficients
+from .parallel import VocabularyShard
 from .problem import Problem
 from .teacher import Teacher
 from .tokens import Ranges
@@ -33,6 +34,7 @@ def describe(
     precision: Precision,
     needs: tuple[bool, bool, bool],
     teacher: Teacher | None = None,
+    shard: VocabularyShard | None = None,
     **more: Any,
 ) -> Problem:
     """The planner's view of a call."""
@@ -40,7 +42,7 @@ def describe(
         tokens=sum(counts),
         positions=hidden.numel() // hidden.shape[-1],
         hidden_size=weight.shape[1],
-        vocab_size=weight.shape[0],
+        vocab_size=weight.shape[0] if shard is None else shard.largest,
         compute_bytes=precision.compute.itemsize,
         logits_bytes=precision.logits.itemsize,
         statistics_bytes=precision.statistics.itemsize,
@@ -108,6 +110,8 @@ def forward(
             continue
         active.append(gradient.kept(room))
         room -= 0 if active[-1] is None else active[-1].entries.nbytes
+    if not emit:
+        walk.merge(state)
     compact = walk.statistics(state)
     everything = ((0, count),)
 
@@ -155,7 +159,8 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias."""
     if walk.plan.strategy == "recompute":
-        return _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
+        hidden, weight, bias = _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
+        return walk.finish_hidden(hidden), weight, bias
     count = walk.scored.count
     everything = ((0, count),)
     at_rows = coefficients[0] * scale
@@ -164,7 +169,7 @@ def backward(
         factor = walk.scored.gather(at_rows, everything)
         weight, bias = _finished_product(walk, cache[:count], walk.tile_hidden(everything), factor, needs, dtypes)
     hidden = scaled_cast(kept, at_rows, dtypes[0]) if needs[0] else None
-    return hidden, weight, bias
+    return walk.finish_hidden(hidden), weight, bias
 
 
 def _finished_product(
@@ -232,7 +237,7 @@ def _backward_recompute(
         unit = power_of_two_at_least(torch.cat([part for part in parts if part is not None]))
         parts = [None if part is None else part / unit for part in parts]
     dlogprob, dentropy, *rest = parts
-    dlse, dlogit = logit_coefficients(rest[0], rest[1], vocab, walk.tensors.column_weights)
+    dlse, dlogit = logit_coefficients(rest[0], rest[1], walk.all_columns, walk.tensors.column_weights)
     assert dlogprob is not None
     row_lse, row_entropy = walk.scored.gather(lse, everything), compact(entropy)
 
@@ -248,14 +253,15 @@ def _backward_recompute(
         columns = block.stop - block.start
         rows, out = logits[:, :columns], gradient[:, :columns]
         matmul(tile.hidden, walk.weight[block].t(), out=rows)
-        bias, weights = (None if t is None else t[block] for t in (walk.bias, walk.tensors.column_weights))
+        bias, weights = (None if t is None else t[block] for t in (walk.bias, walk.column_weights))
+        first = walk.first_column + start
         if second is not None:
             divergence_gradient(
                 rows, bias, tile.target, second.block(start, block.stop), second.state, tile.transform,
-                second.teacher.columns(vocab).block(start, block.stop), factor=dlogprob, out=out, first_column=start,
+                second.teacher.columns(vocab).block(start, block.stop), factor=dlogprob, out=out, first_column=first,
             )  # fmt: skip
         elif tile.positives is not None:
-            bernoulli_tile(rows, bias, tile.positives, tile.transform, out=out, factor=dlogprob, first_column=start)
+            bernoulli_tile(rows, bias, tile.positives, tile.transform, out=out, factor=dlogprob, first_column=first)
         else:
             tile_gradient(
                 rows,
@@ -271,7 +277,7 @@ def _backward_recompute(
                 column_weights=weights,
                 transform=tile.transform,
                 out=out,
-                first_column=start,
+                first_column=first,
             )
         if d_hidden is not None:
             matmul(out, walk.weight[block], out=d_hidden, accumulate=True)

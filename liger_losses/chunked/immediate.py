@@ -153,7 +153,7 @@ class ImmediateFunction(torch.autograd.Function):
             coefficients = _group(walk, group, tiles, kept, total, first)
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
         ctx.set_materialize_grads(False)
-        ctx.needs = needs
+        ctx.needs, ctx.shard = needs, walk.shard
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.save_for_backward(kept, factor, *total.tensors(hidden.device))
         metrics = tiles.metrics()
@@ -170,7 +170,7 @@ class ImmediateFunction(torch.autograd.Function):
         kept, factor, *totals = ctx.saved_tensors
         hidden = scaled_cast(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
         weight, bias = finish_weight_gradient(tuple(totals), upstream, ctx.dtypes)
-        return hidden, weight, bias, None
+        return hidden if ctx.shard is None else ctx.shard.finish_hidden(hidden), weight, bias, None
 
 
 def _group(

@@ -16,6 +16,7 @@ from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
 from .head_tensors import HeadTensors
 from .loss import gradient_order, only_logprob
+from .parallel import VocabularyShard
 from .planner import make_plan
 from .problem import padded_columns
 from .tokens import ScoredOnDevice, ScoredTokens
@@ -40,6 +41,7 @@ class CallOptions:
     needs_weight: bool
     needs_bias: bool
     teacher: str  # of `Teacher.encode`; "": none
+    parallel: str  # of `VocabularyShard.encode`; "": the whole vocabulary is here
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,12 +72,12 @@ class CallOptions:
         head_tensors = HeadTensors.of_flat(self.teacher if any(t is not None for t in tensors[3:]) else "", *tensors)
         problem = describe(
             hidden, weight, scored.row_counts, self.precision, self.needs,
-            teacher=head_tensors.teacher,
+            teacher=head_tensors.teacher, shard=(shard := VocabularyShard.decode(self.parallel)),
             only_logprob_grad=only_logprob(tuple(filter(None, self.differentiable.split(",")))),
         )  # fmt: skip
         plan = make_plan(problem, strategy=self.strategy, memory_budget=self.memory_budget)
         transform = LogitTransform(self.scale, self.softcap, self.one_temperature)
-        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan, head_tensors)
+        return TileWalk(hidden, weight, bias, scored, transform, self.precision, plan, head_tensors, shard=shard)
 
 
 _HEAD = (
@@ -86,7 +88,7 @@ _HEAD = (
 _SCALARS = (  # in the order of CallOptions
     "str statistics, str differentiable, SymInt ignore_index, float scale, float? softcap, float one_temperature, "
     "ScalarType compute_dtype, ScalarType logits_dtype, str strategy, SymInt? memory_budget, "
-    "bool needs_hidden, bool needs_weight, bool needs_bias, str teacher"
+    "bool needs_hidden, bool needs_weight, bool needs_bias, str teacher, str parallel"
 )
 _GRADIENTS = ", ".join(f"Tensor? d{name}" for name in DIFFERENTIABLE)
 _KEPT = "Tensor? entropy, Tensor lse, Tensor gradient_scale, Tensor kept, Tensor cache"

@@ -25,6 +25,7 @@ from ..kernels import (
 from .active import ActiveVocabulary, Selection, TileGradient
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
+from .parallel import VocabularyShard, merge, visit_divergence
 from .planner import PRODUCT_ROWS
 from .problem import Plan, padded_columns
 from .tokens import Ranges, ScoredOnDevice, split_ranges
@@ -197,6 +198,7 @@ class TileWalk:
         plan: Plan,
         tensors: HeadTensors,
         active: ActiveVocabulary | None = None,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.hidden = hidden
         self.weight = weight.to(precision.compute)
@@ -210,12 +212,26 @@ class TileWalk:
         self.plan = plan
         self.active = active
         self._ahead: TokenTile | None = None  # whose first logits are in the buffer already
+        self.shard = shard
+        self.first_column = 0 if shard is None else shard.first
         self._logits: Tensor | None = None
         self._teacher_logits: Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
+        """Columns here."""
         return self.weight.shape[0]
+
+    @property
+    def all_columns(self) -> int:
+        """Columns on all ranks."""
+        return self.vocab_size if self.shard is None else self.shard.vocab_size
+
+    @property
+    def column_weights(self) -> Tensor | None:
+        """Those of the columns here."""
+        weights = self.tensors.column_weights
+        return weights if weights is None or self.shard is None else weights[self.shard.columns]
 
     def state(self, rows: int, names: tuple[str, ...]) -> State:
         device, dtype = self.hidden.device, self.precision.statistics
@@ -227,11 +243,11 @@ class TileWalk:
         return RowState(rows, names, device=device, dtype=dtype, column_weights=weighted)
 
     def statistics(self, state: State) -> dict[str, Tensor]:
-        return state.statistics(self.vocab_size, self.tensors.column_weights)
+        return state.statistics(self.all_columns, self.tensors.column_weights)
 
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
         """`[rows, V]` with rows on 8-element boundaries, so that an odd vocabulary keeps the aligned product path."""
-        padded = torch.empty(rows, self.plan.problem.padded_vocab, dtype=dtype, device=self.hidden.device)
+        padded = torch.empty(rows, padded_columns(self.vocab_size), dtype=dtype, device=self.hidden.device)
         return padded[:, : self.vocab_size]
 
     def tile_hidden(self, ranges: Ranges) -> Tensor:
@@ -270,7 +286,37 @@ class TileWalk:
             if rows.start or not ahead:
                 matmul(piece.hidden, self.weight.t(), out=logits)
             part = state.narrow(rows.start, rows.stop - rows.start)
-            self.fold(logits, piece, part, emit, None if gradient is None else gradient[rows])
+            self._fold_and_merge(logits, piece, part, emit, None if gradient is None else gradient[rows])
+
+    def _fold_and_merge(
+        self, logits: Tensor, tile: TokenTile, state: State, emit: Emit, gradient: Tensor | None
+    ) -> None:
+        """`fold` of whole rows. Where `G` depends on columns of other ranks, a second visit writes it once they met."""
+        if self.shard is None or not emit:
+            self.fold(logits, tile, state, emit, gradient)
+            return
+        late = emit == Emit.GRADIENT and isinstance(state, RowState)
+        self.fold(logits, tile, state, Emit.NOTHING if late else emit, None if late else gradient)
+        merge(self.shard, state, tile.target)
+        if late:
+            assert gradient is not None
+            assert isinstance(state, RowState)
+            tile_gradient(
+                logits, self.bias, tile.target, lse=state.lse,
+                logprob=(state.target - state.max) - torch.log(state.sum_exp), entropy=None,
+                dlogprob=torch.ones_like(state.max), dentropy=None, dlse=None, transform=tile.transform, out=gradient,
+                first_column=self.first_column,
+            )  # fmt: skip
+            state.gradient_scale.fill_(1)
+
+    def merge(self, state: State) -> None:
+        """Of all scored tokens, where no gradient was formed on the way."""
+        if self.shard is not None:
+            merge(self.shard, state, self.scored.gather(self.scored.target, ((0, self.scored.count),)))
+
+    def finish_hidden(self, gradient: Tensor | None) -> Tensor | None:
+        """The hidden gradient of all ranks' columns."""
+        return gradient if self.shard is None else self.shard.finish_hidden(gradient)
 
     def fold(
         self,
@@ -282,9 +328,9 @@ class TileWalk:
         columns: slice | None = None,  # of the vocabulary; None: all of it
     ) -> None:
         """One block of logits into `state`, and with `emit` what the gradient products need."""
-        first, bias, weights = 0, self.bias, self.tensors.column_weights
+        first, bias, weights = self.first_column, self.bias, self.column_weights
         if columns is not None:
-            first = columns.start
+            first += columns.start
             bias, weights = (None if t is None else t[columns] for t in (bias, weights))
         if isinstance(state, BernoulliState):
             assert tile.positives is not None
@@ -296,8 +342,12 @@ class TileWalk:
             teacher = self.teacher
             assert teacher is not None
             assert columns is None
+            rows = self.teacher_rows(tile.ranges)
+            if self.shard is not None:
+                visit_divergence(self.shard, logits, bias, tile.target, rows, state, tile.transform, gradient)
+                return
             divergence_tile(
-                logits, bias, tile.target, self.teacher_rows(tile.ranges), state, tile.transform,
+                logits, bias, tile.target, rows, state, tile.transform,
                 teacher.columns(self.vocab_size), out=gradient,
             )  # fmt: skip
             return
@@ -332,7 +382,7 @@ class TileWalk:
         assert coefficients.dlogprob is not None
         statistics = self.statistics(state)
         dlse, dlogit = logit_coefficients(
-            coefficients.dlse, coefficients.dmean_logprob, self.vocab_size, self.tensors.column_weights
+            coefficients.dlse, coefficients.dmean_logprob, self.all_columns, self.tensors.column_weights
         )
         tile_gradient(
             gradient,
@@ -345,9 +395,10 @@ class TileWalk:
             dentropy=coefficients.dentropy,
             dlse=dlse,
             dlogit=dlogit,
-            column_weights=self.tensors.column_weights,
+            column_weights=self.column_weights,
             transform=tile.transform,
             out=gradient,
+            first_column=self.first_column,
             probability_scale=state.gradient_scale,
         )
 

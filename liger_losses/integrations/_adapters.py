@@ -10,18 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 
-
-def gathered(parameter: Tensor) -> Tensor:
-    """The whole of a sharded parameter, gathered once for all tiles.
-
-    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
-    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+from liger_losses.chunked.placements import gathered
 
 
 def check(layer: Any, model: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from liger_losses.chunked.placements import gathered, tensor_parallel_dimension
 from liger_losses.integrations import _adapters, _quantised
-from liger_losses.integrations._adapters import gathered
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -71,10 +71,12 @@ class OutputHead:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(V, H)`, of which a packed weight says nothing."""
+        """`(V, H)` of the whole weight, of which a packed one says nothing and a partitioned one keeps a note."""
         if _quantised.is_quantised(self.linear):
             return self.linear.out_features, self.linear.in_features
-        return self.linear.weight.shape[0], self.linear.weight.shape[1]
+        weight = self.linear.weight
+        vocabulary, hidden = getattr(weight, "ds_shape", weight.shape)
+        return vocabulary, hidden
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """`W` as one plain tensor, in its own dtype; a quantised one in `dtype`."""
@@ -88,8 +90,27 @@ class OutputHead:
         layer = self.linear if self.adapter is None else self.adapter
         return any(parameter.requires_grad for parameter in layer.parameters())
 
+    def call(self, function: Callable[[Tensor], tuple[Tensor, ...]], hidden: Tensor) -> tuple[Tensor, ...]:
+        """`function(hidden)`, which reads the head's parameters.
+
+        Where DeepSpeed ZeRO-3 has partitioned them, as the layer's own forward: its hooks then gather them before, free
+        them after, and do both again around the backward of what is returned.
+        """
+        if not hasattr(self.linear.weight, "ds_id"):
+            return function(hidden)
+        shadowed = vars(self.linear).get("forward")
+        vars(self.linear)["forward"] = function
+        try:
+            return self.linear(hidden)
+        finally:
+            del vars(self.linear)["forward"]
+            if shadowed is not None:
+                vars(self.linear)["forward"] = shadowed
+
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(x, W, b)` whose `x W^T + b` is what the head makes of `hidden`: with LoRA, wider by the adapters' ranks."""
+        if tensor_parallel_dimension(self.linear.weight) is not None:  # the engine's own to deal with
+            return hidden, self.linear.weight, self.linear.bias
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         weight = self.weight(dtype)
@@ -127,10 +148,15 @@ def output_head(model: Any) -> OutputHead:
             "torch.nn.Linear are known to give the logits."
         )
     weight = head.weight
-    if hasattr(weight, "ds_id"):
+    if adapter is not None and hasattr(weight, "ds_id"):
         raise ValueError(
-            f"the head of {name} is partitioned by DeepSpeed ZeRO-3, which empties it again before backward reads it; "
-            "use FSDP2, or ZeRO stage 2 or lower."
+            f"the head of {name} is partitioned by DeepSpeed ZeRO-3 and has an adapter, whose parts are gathered one "
+            "by one; take the head out of the adapter's target_modules, or use FSDP2, or ZeRO stage 2 or lower."
+        )
+    if adapter is not None and tensor_parallel_dimension(weight) is not None:
+        raise ValueError(
+            f"the head of {name} is spread over tensor-parallel ranks and has an adapter; take the head out of the "
+            "adapter's target_modules."
         )
     if weight.is_meta:
         raise ValueError(f"the head of {name} has its weight on the meta device (offloaded or not loaded yet).")
@@ -183,6 +209,8 @@ def check_head(model: Any, head: OutputHead, options: HeadOptions) -> str:
     backbone = backbone_of(model)
     if isinstance(head.linear.weight, DTensor):
         return "not checked (sharded weight)"
+    if hasattr(head.linear.weight, "ds_id"):
+        return "not checked (partitioned weight)"
     weight = head.weight(model.dtype)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 3, head.shape[1], generator=generator).to(weight.device)

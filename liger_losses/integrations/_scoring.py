@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from liger_losses.chunked import ScoredTokens, linear_logprobs
+from liger_losses.chunked.placements import gathered
 from liger_losses.integrations._head import HeadOptions, backbone_of, output_head
 
 IGNORE_INDEX = -100
@@ -112,7 +113,8 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
     scored = ScoredTokens.start(target, ignore_index)
     backbone = backbone_of(model)(**inputs)
     hidden = backbone.last_hidden_state.to(device)
-    with torch.autocast(device.type, enabled=False) if head.fp32 else nullcontext():
+
+    def statistics(hidden: Tensor) -> tuple[Tensor, ...]:
         # Widened before the last position goes: dropout on an adapter then draws what the head's own forward draws.
         hidden, weight, bias = linear.operands(hidden.float() if head.fp32 else hidden)
         hidden = hidden[:, :-1] if shift_labels is None else hidden
@@ -141,15 +143,18 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
         )
         if head.mean_logits_everywhere and head.options["softcap"] is None:
             values["mean_logit"] = _mean_logits(hidden, weight, bias, head)
+        return tuple(values[STATISTICS[name]] for name in head.outputs)
+
+    with torch.autocast(device.type, enabled=False) if head.fp32 else nullcontext():
+        fields = dict(zip(head.outputs, linear.call(statistics, hidden), strict=True))
     mask = target != ignore_index
-    log_probs = values["logprob"]
+    log_probs = fields["log_probs"]
     count = mask.sum().clamp(min=1) if items is None else items
     loss = -log_probs.sum() / (count.to(device) if isinstance(count, Tensor) else count)
     aux_loss = None
     if inputs.get("output_router_logits"):
         aux_loss = _load_balancing_loss(model, backbone, inputs.get("attention_mask")).to(device)
         loss = loss + _router_coefficient(model) * aux_loss
-    fields = {name: values[STATISTICS[name]] for name in head.outputs}
     return FusedHeadOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
@@ -173,9 +178,10 @@ def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: FusedHead) -> Tensor:
     """Mean over the vocabulary of the logits at every position: linear in the head, so one product with its mean."""
-    mean = hidden.float() @ weight.mean(dim=0, dtype=torch.float32)
+    # Of a weight that is spread over ranks, its sum alone is gathered.
+    mean = hidden.float() @ (gathered(weight.sum(dim=0, dtype=torch.float32)) / weight.shape[0])
     if bias is not None:
-        mean = mean + bias.float().mean()
+        mean = mean + gathered(bias.float().sum()) / bias.shape[0]
     return mean * (head.options["logit_scale"] / head.temperature)
 
 

@@ -177,7 +177,7 @@ def operator_arguments(
         case.bias, case.target, positions, counts, temperature, weights, None,
         *(teacher.tensors if teacher else (None,) * 4), names, grads, -100, 1.2, 5.0, 0.9, torch.float64, torch.float64,
         strategy, None, *(bool(t is not None and t.requires_grad) for t in (case.hidden, case.weight, case.bias)),
-        teacher.encode() if teacher else "",
+        teacher.encode() if teacher else "", "",
     )  # fmt: skip
 
 

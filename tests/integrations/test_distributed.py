@@ -59,12 +59,17 @@ def _distillation(student: Any, batch: dict[str, torch.Tensor], *asked: bool) ->
     return kl.sum()
 
 
+def _batches(kind: str) -> list[int]:
+    """The batch of each rank: ranks of one tensor-parallel group have the same."""
+    return [0] * WORLD if "tensor parallel" in kind else list(range(WORLD))
+
+
 def _own_gradients(kind: str) -> dict[str, torch.Tensor]:
     """Mean over the ranks' batches of the gradients of the model's own loss, in one process."""
     model = _model(kind)
     losses = [
-        _distillation(model, _batch(rank)) if "linear logits" in kind else model(**_batch(rank)).loss
-        for rank in range(WORLD)
+        _distillation(model, _batch(batch)) if "linear logits" in kind else model(**_batch(batch)).loss
+        for batch in _batches(kind)
     ]
     sum(losses).div(WORLD).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -74,6 +79,12 @@ def _wrap(model: Any, kind: str) -> Any:
     if kind.startswith("ddp"):
         # As transformers' Trainer asks for it: parameters that the output does not show are taken for unused.
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters="linear logits" in kind)
+    if "tensor parallel" in kind:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        parallelize_module(model.lm_head, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)), ColwiseParallel())
+        return model
     from torch.distributed.fsdp import fully_shard
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -90,12 +101,16 @@ def _step(rank: int, kind: str, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
         model = _model(kind)
-        fuse_head(model)
+        fuse_head(model, outputs=("log_probs", "mean_logits"), mean_logits_everywhere=True)
+        batch = _batch(_batches(kind)[rank])
+        own = model(**batch).logits[:, :-1].mean(-1)
         wrapped = _wrap(model, kind)
         if "linear logits" in kind:
-            _distillation(wrapped, _batch(rank), True).backward()
+            _distillation(wrapped, batch, True).backward()
         else:
-            wrapped(**_batch(rank), fused_lm_head=True).loss.backward()
+            answer = wrapped(**batch, fused_lm_head=True)
+            torch.testing.assert_close(answer.mean_logits, own.detach(), rtol=1e-4, atol=1e-5)
+            answer.loss.backward()
         expected = _own_gradients(kind)
         for name, parameter in model.named_parameters():
             if name not in expected:
@@ -118,6 +133,7 @@ def _step(rank: int, kind: str, port: int) -> None:
         "ddp, adapter on the head, linear logits",
         "fsdp2, adapter on the head",
         "fsdp2, adapter on the head, head in its own group",
+        "tensor parallel head",
     ],
 )
 def test_gradients_are_the_mean_over_ranks(kind: str) -> None:

@@ -36,6 +36,7 @@ from liger_losses.kernels import (  # noqa: E402
     active_columns_triton,
     bernoulli_tile_triton,
     column_extent_triton,
+    divergence_sums_triton,
     divergence_tile_triton,
     rows_triton,
     scaled_cast_triton,
@@ -254,6 +255,26 @@ def test_divergence_kernels(
             assert each.vector("ld") >= each.best(tile)
             assert out is None or each.vector("st") == each.best(out)
         assert not each.atomics()
+
+
+@pytest.mark.parametrize(
+    ("tile", "aligned", "kind"),
+    [(F32, True, "jsd"), (BF16, True, "forward_kl"), (F32, False, "skewed_reverse_kl")],
+    ids=str,
+)
+def test_divergence_sums_kernel(
+    compiler: Callable[[Any, str], Launch], tile: torch.dtype, aligned: bool, kind: str
+) -> None:
+    launch = compiler(divergence_sums_triton, "_sums_kernel")
+    student, logits = rows(tile, aligned=aligned), rows(tile, aligned=aligned)
+    state = DivergenceState(ROWS, ("distillation",), Divergence(kind=kind), device=torch.device("cpu"), dtype=F32)
+    divergence_sums_triton.divergence_sums_triton(
+        student, None, TeacherTile(logits), state, LogitTransform(), Columns(COLUMNS, COLUMNS)
+    )
+    assert launch.assembly
+    if aligned:
+        assert launch.vector("ld") >= launch.best(tile)
+    assert not launch.atomics()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, BF16), (BF16, BF16), (F32, F16), (F32, F32)], ids=str)

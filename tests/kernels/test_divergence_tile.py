@@ -16,6 +16,7 @@ from liger_losses.kernels import (
     DivergenceState,
     TeacherTile,
     divergence_gradient,
+    divergence_sums,
     divergence_tile,
     tile_statistics,
     visit_bytes,
@@ -144,6 +145,35 @@ def test_every_kind(device: str, options: Divergence, dtype: torch.dtype, writte
             )  # fmt: skip
         want, other = (result["out"] * factor.unsqueeze(-1).to(result["out"].dtype) for result in (exact, naive))
         check_close(blocks, want, other, written, terms=8, scale=2 * size, what="gradient of blocks")
+
+
+_SOFTMAXES = [options for options in KINDS if options.form not in ("cosine", "mse")]
+
+
+@pytest.mark.parametrize("options", _SOFTMAXES[2::4] if INTERPRETED else _SOFTMAXES, ids=label_of)
+def test_sums_of_blocks_of_columns(device: str, options: Divergence) -> None:
+    vocab, cut, aligned = 264, (136, 96)[KINDS.index(options) % 2], KINDS.index(options) % 2 == 0
+    chosen = options_of("all" if aligned else "plain", device)
+    tile, bias, target = make_tile(vocab, F32, device, aligned=True, bias=aligned)
+    logits = teacher_of(tile, vocab, aligned=True)
+    whole = visit(tile, bias, target, TeacherTile(logits), options, chosen, names=("distillation",))
+    # S in the forms of a whole row that need no sum is known up to rounding: in fp64 all of it is.
+    exact = visit(
+        tile.cpu().double(), None if bias is None else bias.cpu().double(), target.cpu(),
+        TeacherTile(logits.cpu().double()), options, options_of("all" if aligned else "plain", "cpu"),
+    ) if not INTERPRETED else whole  # fmt: skip
+    found = torch.zeros(2, ROWS, device=device)
+    for block in (slice(0, cut), slice(cut, vocab)):
+        part = DivergenceState.of_kept(whole.lse, options)
+        part.value = torch.full((ROWS,), math.nan, device=device)
+        part.total = torch.full((ROWS,), math.nan, device=device)
+        divergence_sums(
+            tile[:, block], None if bias is None else bias[block], TeacherTile(logits[:, block]), part,
+            as_transform(chosen),
+        )  # fmt: skip
+        found += torch.stack([part.value, part.total])
+    expected = torch.stack([exact.value, exact.total]).to(found)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocabulary", ["shared", "padded"])

@@ -1,0 +1,214 @@
+"""DTensors among a call's tensors: a vocabulary-parallel head stays local, everything else is gathered once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .parallel import VocabularyShard
+from .teacher import Teacher
+
+# The mesh dimension along which a vocabulary is spread: torchtitan, transformers and accelerate give it this name.
+TENSOR_PARALLEL = "tp"
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Without importing DTensor: where nobody has, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """The whole of a sharded parameter, gathered once for all tiles.
+
+    Its gradient goes back as the mean over ranks. Left to itself DTensor takes every rank's gradient for the same one
+    and keeps of each rank only its shard, which is right under tensor parallelism alone; the mean is right there too.
+    """
+    if not is_dtensor(parameter):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    sharded: Any = parameter
+    return sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
+
+
+def tensor_parallel_dimension(tensor: Tensor) -> int | None:
+    """The mesh dimension named "tp" along which the rows of a DTensor are spread, if there is one."""
+    if not is_dtensor(tensor):
+        return None
+    spread: Any = tensor
+    names = spread.device_mesh.mesh_dim_names or ()
+    found = [index for index, name in enumerate(names) if name.partition("[")[0] == TENSOR_PARALLEL]
+    return found[0] if found and spread.placements[found[0]].is_shard(0) else None
+
+
+def mesh_name(bounds: tuple[int, ...]) -> str:
+    """The mesh dimension's name for shards of these bounds.
+
+    DTensor itself knows torch.chunk's sizes alone. Others are part of the name: meshes are compared by it, and it goes
+    where the DTensor goes.
+    """
+    return TENSOR_PARALLEL if bounds == chunked_bounds(len(bounds) - 1, bounds[-1]) else f"{TENSOR_PARALLEL}{[*bounds]}"
+
+
+def check_bounds(bounds: tuple[int, ...], vocab_size: int) -> None:
+    """Raise unless they are the starts of non-empty consecutive shards of the whole vocabulary."""
+    starts = bounds[:-1]
+    if bounds[0] != 0 or bounds[-1] != vocab_size or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"weight: got shards that begin at {list(starts)} and end at {bounds[-1]}, expected consecutive ones of at "
+            f"least one row that cover [0, {vocab_size})"
+        )
+
+
+def chunked_bounds(ranks: int, vocab_size: int) -> tuple[int, ...]:
+    step = -(-vocab_size // ranks)
+    return tuple(min(rank * step, vocab_size) for rank in range(ranks + 1))
+
+
+def _shard_of(weight: Any, dimension: int) -> VocabularyShard:
+    group, name = weight.device_mesh.get_group(dimension), weight.device_mesh.mesh_dim_names[dimension]
+    bounds = chunked_bounds(group.size(), weight.shape[0])
+    if name != TENSOR_PARALLEL:
+        bounds = tuple(map(int, name[len(TENSOR_PARALLEL) + 1 : -1].split(",")))
+    check_bounds(bounds, weight.shape[0])
+    return VocabularyShard(group.group_name, bounds)
+
+
+def _local_rows(name: str, tensor: Any, shard: VocabularyShard) -> Tensor:
+    """This rank's rows; what is sharded along other dimensions of the mesh, too, is gathered along those."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    dimension = tensor_parallel_dimension(tensor)
+    if dimension is None:
+        raise ValueError(f"{name}: got {_placed(tensor)} beside a vocabulary-parallel weight, expected a DTensor with "
+                         f"Shard(0) along {TENSOR_PARALLEL!r}")  # fmt: skip
+    others = [index for index in range(tensor.device_mesh.ndim) if index != dimension]
+    local: Tensor
+    if others:
+        wanted = [Shard(0) if i == dimension else Replicate() for i in range(tensor.device_mesh.ndim)]
+        back = [Shard(0) if i == dimension else Partial("avg") for i in range(tensor.device_mesh.ndim)]
+        local = tensor.redistribute(placements=wanted).to_local(grad_placements=back)
+    else:
+        local = tensor.to_local()
+    rank = shard.rank
+    if local.shape[0] != shard.bounds[rank + 1] - shard.bounds[rank] or tensor.shape[0] != shard.vocab_size:
+        raise ValueError(
+            f"{name}: got {local.shape[0]} of {tensor.shape[0]} rows on rank {rank} of the group, expected those of "
+            f"[{shard.bounds[rank]}, {shard.bounds[rank + 1]}) of {shard.vocab_size}"
+        )
+    return local
+
+
+def _placed(tensor: Any) -> str:
+    if not is_dtensor(tensor):
+        return "a tensor that is no DTensor"
+    names = tensor.device_mesh.mesh_dim_names or tuple(range(tensor.device_mesh.ndim))
+    return "a DTensor with " + ", ".join(f"{p} along {n!r}" for n, p in zip(names, tensor.placements, strict=True))
+
+
+def _whole_hidden(name: str, hidden: Any, *, partial: bool) -> tuple[Tensor, bool]:
+    """Hidden states of every token, and whether they were spread over the tensor-parallel ranks (sequence parallel)."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    names = hidden.device_mesh.mesh_dim_names or ("",) * hidden.device_mesh.ndim
+    wrong = [
+        n for n, p in zip(names, hidden.placements, strict=True)
+        if not p.is_replicate() and (n != TENSOR_PARALLEL or p.is_partial() or p.is_shard(hidden.dim() - 1))
+    ]  # fmt: skip
+    if wrong:
+        raise ValueError(f"{name}: got {_placed(hidden)}, expected this rank's tokens: Replicate(), or along "
+                         f"{TENSOR_PARALLEL!r} a Shard of another dimension than the last")  # fmt: skip
+    spread = any(not p.is_replicate() for p in hidden.placements)
+    replicated = [Replicate()] * hidden.device_mesh.ndim
+    back = [Partial() if partial and not p.is_replicate() else Replicate() for p in hidden.placements]
+    return hidden.redistribute(placements=replicated).to_local(grad_placements=back), spread
+
+
+def local_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, VocabularyShard | None]:
+    """What this rank multiplies, and its place in the vocabulary where that is spread over ranks."""
+    if not any(map(is_dtensor, (hidden, weight, bias))):
+        return hidden, weight, bias, None
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("hidden, weight, bias: got a DTensor under torch.compile, expected an eager call")
+    dimension = tensor_parallel_dimension(weight)
+    if dimension is None:
+        if bias is not None and tensor_parallel_dimension(bias) is not None:
+            raise ValueError(f"bias: got {_placed(bias)} beside a weight that is not, expected one placed as weight is")
+        if is_dtensor(hidden):
+            hidden, _spread = _whole_hidden("hidden", hidden, partial=False)
+        return hidden, gathered(weight), None if bias is None else gathered(bias), None
+    shard = _shard_of(weight, dimension)
+    if is_dtensor(hidden):
+        hidden, spread = _whole_hidden("hidden", hidden, partial=True)
+        shard = replace(shard, reduce_hidden=not spread)
+    bias = None if bias is None else _local_rows("bias", bias, shard)
+    return hidden, _local_rows("weight", weight, shard), bias, shard
+
+
+def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
+    """The teacher's columns of this rank: of a DTensor its shard, of whole tensors a view."""
+    hidden, weight, bias, logits = teacher.tensors
+    if is_dtensor(hidden):
+        hidden, _spread = _whole_hidden("teacher_hidden", hidden, partial=False)
+    if shard is None:
+        weight, bias, logits = (None if t is None else gathered(t) for t in (weight, bias, logits))
+        return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
+    if teacher.divergence.form == "akl":
+        raise ValueError("divergence: got kind 'akl' beside a vocabulary-parallel student, expected another: where the "
+                         "teacher's mass lies is read off whole rows")  # fmt: skip
+    if teacher.probabilities:
+        raise ValueError("teacher_probs: got a tensor beside a vocabulary-parallel student, expected their logarithms "
+                         "as teacher_logits")  # fmt: skip
+    weight = None if weight is None else _own_rows("teacher_weight", weight, shard)
+    bias = None if bias is None else _own_rows("teacher_bias", bias, shard)
+    if isinstance(logits, Tensor):
+        if logits.shape[-1] != shard.vocab_size:
+            raise ValueError(f"teacher_logits: got {logits.shape[-1]} columns beside a vocabulary-parallel student, "
+                             f"expected its {shard.vocab_size}")  # fmt: skip
+        spread: Any = logits
+        logits = spread.to_local() if is_dtensor(logits) else logits[..., shard.columns]
+        if logits.shape[-1] != shard.columns.stop - shard.columns.start:
+            raise ValueError(f"teacher_logits: got {_placed(spread)}, expected its columns spread as the student's")
+    return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
+
+
+def _own_rows(name: str, tensor: Tensor, shard: VocabularyShard) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        return tensor  # refused by the checks that follow, with a message of its own
+    if is_dtensor(tensor) and tensor_parallel_dimension(tensor) is not None:
+        return _local_rows(name, tensor.detach(), shard)
+    if tensor.shape[0] != shard.vocab_size:
+        raise ValueError(
+            f"{name}: got {tensor.shape[0]} rows beside a vocabulary-parallel student, expected its {shard.vocab_size}"
+        )
+    return gathered(tensor.detach())[shard.columns]
+
+
+def group_bounds(group: dist.ProcessGroup, rows: int, first: int | None, vocab_size: int | None) -> tuple[int, ...]:
+    """The bounds of all ranks' shards, from what each says of its own; a collective of objects."""
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (rows, first, vocab_size), group=group)
+    bounds, total = [0], 0
+    for rank, (own_rows, own_first, _size) in enumerate(said):
+        begin = total if own_first is None else own_first
+        if begin != total:
+            what = "overlap" if begin < total else "leave a gap"
+            raise ValueError(f"weight: got shards that {what}: rank {rank} of the group begins at {begin}, expected "
+                             f"{total}, where the rank before it ends")  # fmt: skip
+        total += own_rows
+        bounds.append(total)
+    sizes = {size for _rows, _first, size in said if size is not None}
+    if sizes - {total}:
+        raise ValueError(f"weight: got shards of {total} rows in all, expected vocab_size={min(sizes - {total})}")
+    found = tuple(bounds)
+    check_bounds(found, total)
+    return found

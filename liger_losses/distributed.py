@@ -1,0 +1,256 @@
+"""Beyond one GPU, on torch's own engines: a head as a module for their hooks, vocabularies and sequences over ranks.
+
+`docs/distributed.md` says which of these DDP, FSDP2, DeepSpeed ZeRO, tensor, sequence and context parallelism need.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
+from .chunked.cluster import ClusterPlan, Rates, plan_cluster
+from .chunked.loss import check_loss
+from .chunked.placements import TENSOR_PARALLEL, chunked_bounds, group_bounds, is_dtensor, mesh_name
+from .chunked.tokens import check_ignore_index, check_integer
+
+__all__ = [
+    "ClusterPlan",
+    "FusedHead",
+    "Rates",
+    "plan_cluster",
+    "scored_count",
+    "shift_labels",
+    "sum_over_ranks",
+    "vocab_parallel",
+]
+
+# What a loss module calls the head's tensors.
+_WEIGHTS = ("lin_weight", "student_weight", "weight")
+_BIASES = ("bias", "student_bias")
+
+_agreed: dict[tuple[dist.ProcessGroup, int, int | None, int | None], tuple[int, ...]] = {}
+_meshes: dict[tuple[dist.ProcessGroup, str, str], DeviceMesh] = {}
+
+
+class FusedHead(nn.Module):
+    """A head that answers with a loss or with log-probabilities, and never builds its logits.
+
+    It owns the head's parameters and is *called*, so that whatever a wrapper does around a module's forward and
+    backward happens to them: FSDP2 and ZeRO-3 gather the weight before and free it after, in backward again; DDP sees
+    its gradients. Use it as the last module of a model, in place of `torch.nn.Linear`.
+
+    Args:
+        linear: the head. Its parameters are taken over, not copied: a tied weight stays tied. They may be DTensors.
+        loss: what to compute. A `Liger*` module (with its options), or a loss object of
+            `liger_losses.fused_linear_loss`; None: `liger_losses.linear_logprobs`.
+        options: keyword arguments of `linear_logprobs` or `fused_linear_loss`, for every call; a module has its own.
+
+    Raises:
+        TypeError: `linear` is no `torch.nn.Linear`, `loss` nothing of the kind, or options beside a module.
+
+    Example:
+        >>> head = FusedHead(model.lm_head, LigerFusedLinearDPOLoss(beta=0.1))
+        >>> loss, metrics = head(hidden, target, ref_chosen_logps=chosen, ref_rejected_logps=rejected)
+    """
+
+    def __init__(self, linear: nn.Linear, loss: nn.Module | Loss | None = None, **options: Any) -> None:
+        super().__init__()
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: got {type(linear).__name__}, expected a torch.nn.Linear")
+        if isinstance(loss, nn.Module):
+            names = tuple(inspect.signature(loss.forward).parameters)
+            if not set(names) & set(_WEIGHTS):
+                raise TypeError(f"loss: got {type(loss).__name__}, whose forward takes no weight, expected a Liger* "
+                                "module over a linear head")  # fmt: skip
+            if options:
+                raise TypeError(f"options: got {', '.join(options)} beside a {type(loss).__name__}, which has its own")
+        elif loss is not None:
+            check_loss(loss)
+        self.weight = linear.weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", linear.bias)
+        self.loss = loss
+        self.options = options
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`(hidden, target, ...)` for log-probabilities and loss objects; for a module its own arguments, in its order,
+        without weight and bias."""
+        if isinstance(self.loss, nn.Module):
+            names = tuple(inspect.signature(self.loss.forward).parameters)
+            rest = [name for name in names if name not in (*_WEIGHTS, *_BIASES)]
+            if len(args) > len(rest):
+                raise TypeError(f"FusedHead: got {len(args)} positional arguments, expected at most {len(rest)}")
+            head = {next(name for name in names if name in _WEIGHTS): self.weight}
+            if self.bias is not None:
+                head[next(name for name in names if name in _BIASES)] = self.bias
+            return self.loss(**head, **dict(zip(rest, args, strict=False)), **kwargs)
+        hidden, target, *more = args
+        if more:
+            raise TypeError(f"FusedHead: got {len(args)} positional arguments, expected hidden and target")
+        options = {**self.options, **kwargs}
+        if self.loss is None:
+            return linear_logprobs(hidden, self.weight, target, self.bias, **options)
+        return fused_linear_loss(self.loss, hidden, self.weight, target, self.bias, **options)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, bias={self.bias is not None}, {self.options or ''}"
+
+
+def vocab_parallel(
+    weight: Tensor,  # [rows here, H] (or a bias, [rows here])
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    dim: str = TENSOR_PARALLEL,
+    first: int | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Declare that each rank of a group holds some rows of a head's weight, and no rank all of them.
+
+    Every loss and every statistic takes what this returns as its weight (and bias): each rank projects its own rows;
+    targets are ids of the whole vocabulary; all ranks of the group are given the same tokens and get the same numbers,
+    the whole hidden gradient and the gradient of their own rows. A DTensor with `Shard(0)` along a mesh dimension named
+    "tp" says so of itself and needs no call.
+
+    Args:
+        weight: a plain tensor, this rank's rows; or a DTensor with `Shard(0)` along `dim` of its mesh.
+        group: of the ranks, for a plain tensor; or a mesh whose dimension `dim` is that group.
+        dim: name of the mesh dimension.
+        first: the first row here, to be checked; None: where the rank before ends. Shards may differ in size.
+        vocab_size: rows of all ranks, to be checked.
+
+    Returns:
+        A DTensor of the whole shape over the same storage; gradients reach `weight`.
+
+    Raises:
+        TypeError, ValueError: no such mesh dimension, a replicated or otherwise sharded weight, shards that overlap,
+            leave a gap, are empty or are not `vocab_size` in all.
+
+    Note:
+        Of a plain tensor, the sizes are exchanged the first time they are seen: a collective that all ranks must enter.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight: got {type(weight).__name__}, expected a torch.Tensor")
+    if is_dtensor(weight):
+        spread: Any = weight
+        dimension = _dimension(spread.device_mesh, dim)
+        if not spread.placements[dimension].is_shard(0):
+            raise ValueError(f"weight: got {spread.placements[dimension]} along {dim!r}, expected Shard(0)")
+        if dim == TENSOR_PARALLEL:
+            return weight
+        if spread.device_mesh.ndim > 1:
+            raise ValueError(f"weight: got a mesh of {spread.device_mesh.ndim} dimensions beside dim={dim!r}; expected "
+                             f"one dimension, or the name {TENSOR_PARALLEL!r} for it")  # fmt: skip
+        owner, local, rows = spread.device_mesh.get_group(dimension), spread.to_local(), spread.shape[0]
+    else:
+        owner, local, rows = _group(group, dim), weight, None
+    if local.is_meta:
+        raise ValueError("weight: got device meta, expected that of hidden: it has no values yet")
+    device = local.device.type
+    if rows is None:
+        said = (owner, local.shape[0], first, vocab_size)
+        if said not in _agreed:
+            _agreed[said] = group_bounds(owner, local.shape[0], first, vocab_size)
+        bounds = _agreed[said]
+    else:
+        bounds = chunked_bounds(owner.size(), rows)
+    rows, key = bounds[-1], (owner, device, mesh_name(bounds))
+    if key not in _meshes:
+        _meshes[key] = DeviceMesh.from_group(owner, device, mesh_dim_names=key[2:])
+    shape = torch.Size((rows, *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, _meshes[key], [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _dimension(mesh: DeviceMesh, dim: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    if dim not in names:
+        raise ValueError(f"dim: got {dim!r}, expected a dimension of the mesh, {names or 'which has no names'}")
+    return names.index(dim)
+
+
+def _group(group: dist.ProcessGroup | DeviceMesh | None, dim: str) -> dist.ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        return group.get_group(_dimension(group, dim))
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: got {type(group).__name__} beside a weight that is no DTensor, expected a ProcessGroup or a "
+            "DeviceMesh: a replicated head needs no vocab_parallel"
+        )
+    return group
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        total = upstream.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum over a group's ranks, with the gradient of that sum: for units that span ranks (context parallelism).
+
+    Per-token log-probabilities of a sequence whose tokens lie on several ranks are summed here, then over the ranks,
+    and any loss of sequences or pairs follows on every rank alike:
+
+        >>> logps = sum_over_ranks(head(hidden, target).sum(-1), mesh["cp"].get_group())  # [2 B]
+        >>> loss = dpo_loss(*logps.chunk(2), ref_chosen, ref_rejected).mean()
+
+    Every rank computes the same loss; its backward adds up the gradients that the ranks send. Where parameters'
+    gradients are then averaged over these ranks, as DDP and FSDP2 do, they are exactly those of the loss.
+    """
+    total: Tensor = _SumOverRanks.apply(values, group)
+    return total
+
+
+def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Labels `[..., T]` moved one to the left, `ignore_index` last: before the sequence is cut, not after.
+
+    A rank's last token predicts the next rank's first: labels shifted on each rank would lose one token a cut.
+    """
+    check_integer("labels", labels)
+    check_ignore_index(ignore_index)
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[..., :-1] = labels[..., 1:]
+    return shifted
+
+
+def scored_count(
+    target: Tensor | ScoredTokens,
+    group: dist.ProcessGroup | None = None,
+    *,
+    ignore_index: int = -100,
+    gradients: str = "mean",
+) -> Tensor:
+    """What a token loss is to be divided by on each rank, so that the ranks' gradients make up those of the whole mean.
+
+    Args:
+        target: this rank's labels. group: the ranks among which the tokens are spread (data and context parallel).
+        gradients: how the engine joins the ranks' gradients: `"mean"` (DDP, FSDP2, ZeRO), which divides once more, so
+            that the count returned is per rank; or `"sum"`.
+
+    Returns:
+        A tensor without dimensions, to be handed on as `num_items_in_batch`; nothing is read on the host.
+    """
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f"gradients: got {gradients!r}, expected 'mean' or 'sum'")
+    labels = target.target if isinstance(target, ScoredTokens) else target
+    check_integer("target", labels)
+    count = (labels != ignore_index).sum().to(torch.float32)
+    dist.all_reduce(count, group=group)
+    return (count / dist.get_world_size(group) if gradients == "mean" else count).clamp_min(1e-9)
