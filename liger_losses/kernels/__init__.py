@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .dispatch import implementation
-from .divergence import DISTILLATION, Divergence
+from .divergence import DISTILLATION, Divergence, check_of_logits
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .head_mass import head_mask, head_share
@@ -35,6 +35,7 @@ __all__ = [
     "RowState",
     "TeacherTile",
     "bernoulli_tile",
+    "check_of_logits",
     "differentiable_once",
     "divergence_gradient",
     "divergence_tile",
