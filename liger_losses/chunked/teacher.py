@@ -128,10 +128,9 @@ def check_teacher(
     present = [name for name, tensor in given.items() if tensor is not None]
     if logits is None and (hidden is None or weight is None):
         missing = names[0] if hidden is None else names[1]
-        raise ValueError(
-            f"{missing}: got None beside {' and '.join(present) or 'nothing'}, expected a teacher: {names[0]} with "
-            f"{names[1]}, or teacher_logits, or teacher_probs"
-        )
+        beside = f" beside {' and '.join(present)}" if present else ""
+        raise ValueError(f"{missing}: got None{beside}, expected a teacher: {names[0]} with {names[1]}, or "
+                         "teacher_logits, or teacher_probs")  # fmt: skip
     if logits is not None:
         if len(present) > 1:
             raise ValueError(f"{present[0]}: got a tensor, expected None beside {names[3]}, which says it all")

@@ -219,7 +219,6 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
     ) -> None:
         check_number("weight_hard_loss", weight_hard_loss, low=0)
         check_number("weight_soft_loss", weight_soft_loss, low=0)
-        check_number("beta", beta, low=0, high=1)
         super().__init__(
             Divergence(
                 kind="jsd", beta=beta, temperature=temperature, soft_weight=weight_soft_loss,
