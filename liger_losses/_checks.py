@@ -8,6 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+# What a temperature or a softcap may be: fp32's smallest normal number, whose inverse is still finite, and its largest.
+FP32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+
 
 def check_number(
     name: str, value: object, *, above: float = -math.inf, low: float = -math.inf, high: float = math.inf
@@ -21,6 +24,19 @@ def check_number(
         raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
 
 
+def check_fp32_range(name: str, value: float) -> None:
+    """Raise for a number > 0 that fp32 holds as 0 or infinity, or whose inverse it does."""
+    if not FP32_RANGE[0] <= value <= FP32_RANGE[1]:
+        raise ValueError(f"{name}: got {value}, expected {FP32_RANGE[0]:.1e} to {FP32_RANGE[1]:.1e}, so that it and "
+                         "its inverse are finite in fp32")  # fmt: skip
+
+
+def check_temperature(name: str, value: object) -> None:
+    """Raise unless `value` is a Python number > 0 that, like its inverse, is finite in fp32."""
+    check_number(name, value, above=0)
+    check_fp32_range(name, value)  # type: ignore[arg-type]
+
+
 def check_count(name: str, value: object) -> Tensor:
     """`value`, a whole step's count of tokens, as a tensor without dimensions; > 0 where that can be read."""
     if isinstance(value, Tensor):
@@ -31,6 +47,8 @@ def check_count(name: str, value: object) -> Tensor:
         if readable and not value.item() > 0:
             raise ValueError(f"{name}: got {value.item()}, expected > 0")
         return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int or a torch.Tensor")
     check_number(name, value, above=0)
     return torch.as_tensor(value)
 
@@ -45,6 +63,13 @@ def check_divides(name: str, reduction: str) -> None:
     """Raise for a count given to a reduction that has no use for it."""
     if reduction == "sum":
         raise ValueError(f"{name}: got a count, expected none with reduction='sum', which divides by nothing")
+
+
+def check_shared(teacher: int, student: int) -> None:
+    """Raise where two vocabularies of different sizes share one column: a softmax over it is 1 for any model."""
+    if student != teacher and min(student, teacher) == 1:
+        raise ValueError(f"vocabulary: got 'shared' for {student} student and {teacher} teacher columns, of which one "
+                         "is shared; expected at least 2")  # fmt: skip
 
 
 def check_flag(name: str, value: object) -> None:

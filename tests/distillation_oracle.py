@@ -21,7 +21,7 @@ KINDS = (
     Divergence(kind="jeffreys", temperature=2.0, teacher_temperature=1.0),
     Divergence(kind="alpha", alpha=0.7),
     Divergence(kind="alpha", alpha=-0.5),
-    Divergence(kind="cosine", hard_weight=0.5, temperature=3.0),
+    Divergence(kind="cosine", hard_weight=0.5),
     Divergence(kind="mse"),
     Divergence(soft_weight=0.0, hard_weight=1.0),
     Divergence(kind="akl"),

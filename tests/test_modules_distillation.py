@@ -211,6 +211,21 @@ REFUSED: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
         "teacher_softcap: got -1.0, expected a finite number > 0",
     ),
     (LigerFusedLinearJSDLoss, {"chunk_size": 0}, ValueError, "chunk_size: got 0, expected >= 1"),
+    (
+        LigerFusedLinearJSDLoss,
+        {"strategy": "cached", "chunk_size": 5},
+        ValueError,
+        "chunk_size: got 5 with strategy='cached', whose tiles hold tokens; expected 1024",
+    ),
+    (LigerFusedLinearJSD, {"jsd_beta": 2.0}, ValueError, "jsd_beta: got 2.0, expected a finite number >= 0 and <= 1"),
+    (LigerFusedLinearJSDLoss, {"temperature": 1e-40}, ValueError, "temperature: got 1e-40, expected 1.2e-38 to"),
+    (LigerFusedLinearCosineSimilarityLoss, {"temperature": 1e-40}, ValueError, "temperature: got 1e-40, expected"),
+    (
+        LigerFusedLinearCosineSimilarityLoss,
+        {"vocabulary": "padded"},
+        ValueError,
+        "vocabulary: got 'padded' with kind 'cosine', expected 'shared'",
+    ),
     (LigerFusedLinearJSDLoss, {"compiled": 1}, TypeError, "compiled: got 1"),
     (LigerFusedLinearJSDLoss, {"vocabulary": "both"}, ValueError, "vocabulary: got 'both', expected one of"),
     (LigerFusedLinearCosineSimilarityLoss, {"beta": -0.5}, ValueError, "beta: got -0.5, expected a finite number >= 0"),
@@ -244,6 +259,9 @@ def test_refused_options(module: type[Any], options: dict[str, Any], error: type
         ({"true_labels": None}, TypeError, "true_labels: got NoneType, expected a torch.Tensor"),
         ({"true_labels": torch.full((N,), V)}, ValueError, "target: got 100 at row 0, position 0"),
         ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape [3], expected [40]"),
+        ({"num_items_in_batch": 2.5}, TypeError, "num_items_in_batch: got 2.5 of type float, expected an int"),
+        ({"teacher_input": None}, TypeError, "teacher_input: got NoneType, expected a torch.Tensor"),
+        ({"teacher_weight": None}, TypeError, "teacher_weight: got NoneType, expected a torch.Tensor"),
     ],
     ids=str,
 )  # fmt: skip
@@ -253,3 +271,63 @@ def test_refused_tensors(change: dict[str, Any], error: type[Exception], message
     with pytest.raises(error) as raised:
         LigerFusedLinearJSDLoss()(**(given | change))
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "error", "message"),
+    [
+        (LigerFusedLinearJSD, {"teacher_input": None}, TypeError, "teacher_input: got NoneType, expected a torch.Tensor"),
+        (LigerFusedLinearKLDivLoss, {"target": None}, TypeError, "target: got NoneType, expected a torch.Tensor"),
+        (LigerFusedLinearKLDivLoss, {"target": [1]}, TypeError, "target: got list, expected a torch.Tensor"),
+        (LigerFusedLinearKLDivLoss, {"target": torch.ones(N, V - 1)}, ValueError,
+         "target: got shape (40, 99), expected 100 columns, the student's vocabulary"),
+        (LigerFusedLinearKLDivLoss, {"target": torch.ones(3, V)}, ValueError, "target: got shape (3, 100), expected (40,"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refused_teachers(module: type[Any], change: dict[str, Any], error: type[Exception], message: str) -> None:
+    batch = Batch()
+    given: dict[str, Any] = {"student_input": batch.leaves[0], "student_weight": batch.leaves[1]}
+    if module is LigerFusedLinearJSD:
+        given |= {"teacher_input": batch.teacher[0], "teacher_weight": batch.teacher[1]}
+    with pytest.raises(error) as raised:
+        module()(**(given | change))
+    assert str(raised.value).startswith(message)
+
+
+def test_soft_and_hard_are_terms_of_the_loss() -> None:
+    """Under token weights and a step's count as well: what is weighted by the soft and the hard weight."""
+    batch = Batch(torch.float64)
+    (x, w, b), (tx, tw, tb) = batch.leaves, batch.teacher
+    for cls in (LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss):
+        module = cls(weight_hard_loss=0.2, weight_soft_loss=0.7, return_soft_hard_loss=True)
+        loss, soft, hard = module(
+            x, w, tx, tw, batch.labels, b, tb, num_items_in_batch=50,
+            token_weights=torch.linspace(0.5, 3, N, dtype=torch.float64),
+        )  # fmt: skip
+        torch.testing.assert_close(loss, 0.7 * soft + 0.2 * hard)
+        assert not soft.requires_grad
+
+
+def test_cosine_takes_a_temperature_that_changes_nothing() -> None:
+    batch = Batch(torch.float64)
+    plain, tempered = (
+        batch.soft_and_hard(LigerFusedLinearCosineSimilarityLoss(temperature=t, return_soft_hard_loss=True))
+        for t in (1.0, 2.0)
+    )
+    torch.testing.assert_close(plain, tempered, rtol=0, atol=0)
+
+
+def test_a_target_is_normalised_and_may_be_weighted() -> None:
+    """Where rows do not sum to 1, torch's and liger-kernel's number is another."""
+    batch = Batch(torch.float64)
+    x, w, _ = batch.leaves
+    target = torch.softmax(batch.teacher[0] @ batch.teacher[1].T, -1)
+    module, keep = LigerFusedLinearKLDivLoss(), batch.labels != -100
+    loss = module(x, w, target, batch.labels)
+    torch.testing.assert_close(module(x, w, 3 * target, batch.labels), loss)
+    logp = (x @ w.T).log_softmax(-1)[keep]
+    assert abs(torch.nn.functional.kl_div(logp, 3 * target[keep], reduction="batchmean") - loss) > 0.1
+    twice = module(x, w, target, batch.labels, token_weights=torch.full((N,), 2.0, dtype=torch.float64))
+    torch.testing.assert_close(twice, 2 * loss)
+    torch.testing.assert_close(module(x, w, target, batch.labels, num_items_in_batch=66), loss / 2)

@@ -132,8 +132,9 @@ def linear_logprobs(
         Under autocast the products run in the autocast dtype, otherwise in the lower of the two inputs'. Gradients come
         back in each tensor's own dtype, accumulated in fp32.
     """
+    if statistics is not None:
+        check_statistics("statistics", statistics)
     names = ("logprob",) if statistics is None else tuple(statistics)
-    check_statistics("statistics", statistics if statistics is not None else names)
     wanted = check_differentiable(names, differentiable)
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "

@@ -191,7 +191,7 @@ def run_loss(
             "strategy 'auto' or 'immediate'"
         )
     unit_rows = _check_units(loss, hidden, inputs)
-    if token_statistics:
+    if token_statistics is None or token_statistics:
         check_statistics("token_statistics", token_statistics, KNOWN)
     names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
     call.read(given, names)

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
+from .._weighting import weighted
 from ..kernels import DISTILLATION, Divergence
 from .calls import prepare, run_loss, token_values
+from .head import check_head
 from .head_tensors import HeadTensors, make_transform
 from .loss import check_statistics
 from .planner import STRATEGIES
-from .teacher import Teacher, teacher_transform
+from .teacher import Teacher, check_teacher, teacher_transform
 from .tokens import ScoredTokens
 
+_REPORT = (*DISTILLATION, "soft", "hard")
+_TERMS = {"soft": "divergence", "hard": "logprob"}  # and the statistic of each
 _STUDENT = ("student_hidden", "student_weight", "student_bias")
 _COUNT, _WEIGHTS = "num_items_in_batch", "token_weights"
 
@@ -35,13 +39,17 @@ def _teacher(
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence: got {type(divergence).__name__}, expected a Divergence")
     given = {"teacher_logits": logits, "teacher_probs": probabilities}
+    head = {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
+    for name, tensor in {**head, **given}.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
     if hidden is None:
         for name, value in (("teacher_softcap", softcap), ("teacher_logit_scale", logit_scale)):
             if value is not None:
                 raise ValueError(f"{name}: got {value} without teacher_hidden, expected None: logits that are given "
                                  "have been through it")  # fmt: skip
     if logits is not None and probabilities is not None:
-        raise ValueError(f"teacher: got {' and '.join(given)}, expected one of them")
+        raise ValueError("teacher_probs: got a tensor beside teacher_logits, expected one of them")
     if probabilities is not None and divergence.kind in ("cosine", "mse"):
         raise ValueError(f"teacher_probs: got a tensor with kind {divergence.kind!r}, which compares logits")
     return Teacher(
@@ -150,7 +158,8 @@ def linear_divergence(
         teacher_hidden, teacher_weight, teacher_bias: of the teacher's head, of its own width; `teacher_softcap`,
             `teacher_logit_scale` of its logits (None: none of either).
         teacher_logits: instead, its logits, or log-probabilities, which are logits too. teacher_probs: instead, its
-            probabilities; each row is normalised to sum to 1.
+            probabilities; each row is normalised to sum to 1. Rows with a negative entry, or of zeros alone, are not
+            probabilities, and give NaN: looking for them would wait for the device.
         divergence: which divergence, its temperature and the weights.
         statistics: names out of the table; None returns `distillation` itself.
         ignore_index, memory_budget, strategy, active_vocab: as in `linear_logprobs`.
@@ -164,8 +173,9 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: before any work, naming the argument.
     """
+    if statistics is not None:
+        check_statistics("statistics", statistics, DISTILLATION)
     names = ("distillation",) if statistics is None else tuple(statistics)
-    check_statistics("statistics", statistics if statistics is not None else names, DISTILLATION)
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which is for fused_linear_distillation; expected 'auto' or one of "
                          f"{STRATEGIES[1:]}")  # fmt: skip
@@ -188,9 +198,13 @@ class DistillationLoss:
     `sum_t w_t distillation_t / max(1, scored tokens)`; divided by `num_items_in_batch` instead where that is given: the
     count over all micro-batches and ranks of an optimiser step. `reduction="sum"` divides by nothing.
 
-    Inputs: `token_weights` `w` `[R, T]`; `num_items_in_batch` without dimensions.
-    Metrics: the same means of `divergence` and of the hard label's `nll`, unweighted by their weights, where they are
-    among `report`.
+    `fused_linear_distillation` is what calls it: the statistics need a teacher, which `fused_linear_loss` has none of.
+
+    Inputs: `token_weights` `w` `[R, T]`, which may require a gradient; a token of weight 0 contributes 0, whatever it
+        holds. `num_items_in_batch` without dimensions.
+    Metrics: by the names in `report`. Statistics, `"logprob"` under the name `nll`: plain means over the scored tokens,
+        whatever the weights, the reduction and the count. `"soft"` and `"hard"`: the terms of the loss, with its token
+        weights and its divisor, so that it is `soft_weight c soft + hard_weight hard`.
     """
 
     report: tuple[str, ...] = ("divergence",)
@@ -201,11 +215,12 @@ class DistillationLoss:
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, ("mean", "sum"))
-        check_statistics("report", ("distillation", *self.report), DISTILLATION)
+        if self.report not in ((), []):
+            check_statistics("report", self.report, _REPORT)
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("distillation", *self.report)))
+        return tuple(dict.fromkeys(("distillation", *(_TERMS.get(name, name) for name in self.report))))
 
     def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_names("inputs", inputs, (_WEIGHTS, _COUNT))
@@ -217,23 +232,30 @@ class DistillationLoss:
         return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        scored = mask.sum().clamp_min(1)
         if self.reduction == "sum":
-            return {"count": mask.new_ones((), dtype=torch.float32)}
-        return {"count": (inputs[_COUNT] if _COUNT in inputs else mask.sum()).clamp_min(1)}
+            return {"count": torch.ones_like(scored), "scored": scored}
+        return {"count": inputs[_COUNT].clamp_min(1) if _COUNT in inputs else scored, "scored": scored}
 
     def __call__(
         self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        def mean(name: str) -> Tensor:
+        def term(name: str) -> Tensor:
             each = statistics[name].masked_fill(~mask, 0)
             if _WEIGHTS in inputs:
-                each = each * inputs[_WEIGHTS].masked_fill(~mask, 0).to(each.dtype)
+                each = weighted(each, inputs[_WEIGHTS], mask)
             return each.sum() / totals["count"].to(each.dtype)
 
-        metrics = {name: mean(name).detach() for name in self.report}
+        metrics = {}
+        for name in self.report:
+            each = statistics[_TERMS.get(name, name)].detach()
+            mean = each.masked_fill(~mask, 0).sum() / totals["scored"].to(each.dtype)
+            metrics[name] = term(_TERMS[name]).detach() if name in _TERMS else mean
         if "logprob" in metrics:
             metrics["nll"] = -metrics.pop("logprob")
-        return mean("distillation"), metrics
+        if "hard" in metrics:
+            metrics["hard"] = -metrics["hard"]
+        return term("distillation"), metrics
 
 
 def fused_linear_distillation(
@@ -251,7 +273,7 @@ def fused_linear_distillation(
     token_weights: Tensor | None = None,  # [R, T]
     num_items_in_batch: Tensor | int | None = None,
     reduction: str = "mean",
-    report: tuple[str, ...] = ("divergence",),
+    report: tuple[str, ...] | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float | None = None,
@@ -274,14 +296,20 @@ def fused_linear_distillation(
 
     Args:
         student_hidden, student_weight, target, student_bias, teacher_*, divergence, ignore_index, softcap,
-            logit_scale: as in `linear_divergence`; `[N, H]` is one row.
-        token_weights: `w`, a factor per token; the divisor does not count it.
+            logit_scale: as in `linear_divergence`, with hidden states `[R, T, H]`, or `[N, H]` as one row; no other
+            number of dimensions. The teacher gets no gradient, whatever it requires.
+        token_weights: `w`, a factor per token; the divisor does not count it. A weight of 0 is a contribution of 0,
+            also where the divergence is infinite. Where it requires a gradient it gets one, from a deferred strategy.
         num_items_in_batch: divides instead of the scored tokens: an int, or a tensor that need not be read.
         reduction: `"mean"` or `"sum"`.
-        report: means to hand back, out of `divergence`, `logprob` (as `nll`), `entropy`, `teacher_entropy`.
+        report: what to hand back among the metrics. Plain means over the scored tokens, whatever the weights, the
+            reduction and the count: `divergence`, `logprob` (as `nll`), `entropy`, `teacher_entropy`, `distillation`.
+            Terms of the loss, with its weights and divisor: `soft`, `hard`, so that it is
+            `soft_weight c soft + hard_weight hard`. None: `divergence`, unless `token_statistics` names it.
         memory_budget, strategy, max_units, active_vocab: as in `fused_linear_loss`; a unit is a token.
         logits_dtype: as in `linear_divergence`: with `"input"` a bf16 gradient may be off by 8 %.
-        token_statistics: per-token numbers to hand back among the metrics, names as in `linear_divergence`.
+        token_statistics: per-token numbers to hand back among the metrics, names as in `linear_divergence`; not one
+            that `report` names as well, since metrics hold one entry of a name.
 
     Returns:
         `(loss, metrics)`.
@@ -295,7 +323,15 @@ def fused_linear_distillation(
     )  # fmt: skip
     if not isinstance(target, (Tensor, ScoredTokens)):
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
+    if token_statistics != ():
+        check_statistics("token_statistics", token_statistics, DISTILLATION)
+    if report is None:
+        report = () if "divergence" in token_statistics else ("divergence",)
     loss = DistillationLoss(report=report, reduction=reduction)
+    both = [name for name in token_statistics if name in report and name != "logprob"]  # a mean of which is `nll`
+    if both:
+        raise ValueError(f"token_statistics: got {both}, which report has too, and metrics hold one entry of a name; "
+                         "expected others, or a report without")  # fmt: skip
     inputs = {}
     if token_weights is not None:
         check_float_tensor(_WEIGHTS, token_weights, tuple(target.shape))
@@ -304,7 +340,9 @@ def fused_linear_distillation(
         inputs[_COUNT] = check_count(_COUNT, num_items_in_batch)
     shape = target.shape
     if len(shape) == 1 and isinstance(student_hidden, Tensor) and student_hidden.dim() == 2:
-        # One row of all tokens.
+        # One row of all tokens, checked before for messages about what the caller gave.
+        check_head(student_hidden, student_weight, student_bias, shape, _STUDENT)
+        check_teacher(teacher, shape, student_hidden.device)
         student_hidden = student_hidden.unsqueeze(0)
         target = target.as_row() if isinstance(target, ScoredTokens) else target.unsqueeze(0)
         inputs = {name: value.unsqueeze(0) if name == _WEIGHTS else value for name, value in inputs.items()}

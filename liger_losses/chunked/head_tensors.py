@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._checks import FP32_RANGE, check_fp32_range
 from ..kernels import DIFFERENTIABLE, DISTILLATION, INVALID_POSITIVE, STATISTICS, LogitTransform
 from .teacher import Teacher, check_teacher
 from .tokens import check_integer, upload
@@ -72,8 +73,10 @@ def check_head_tensors(
     known = STATISTICS if given.teacher is None else DISTILLATION
     foreign = [name for name in names if name not in known]
     if foreign:
-        beside = "without a teacher" if given.teacher is None else "beside a teacher"
-        raise ValueError(f"statistics: got {foreign} {beside}, expected names out of {known}")
+        beside, instead = "beside a teacher", ""
+        if given.teacher is None:
+            beside, instead = "without a teacher", "; fused_linear_distillation and linear_divergence take a teacher"
+        raise ValueError(f"statistics: got {foreign} {beside}, expected names out of {known}{instead}")
     for name, tensor, expected in (
         ("temperature", temperature, tuple(shape)),
         ("column_weights", columns, (vocab_size,)),
@@ -96,7 +99,10 @@ def check_head_tensors(
                 f"positives: got a tensor, but labels that exclude nothing have a logprob only, not {names}"
             )
         positives = _canonical_positives(positives, shape, vocab_size, device, target, ignore_index)
-    teacher = None if given.teacher is None else check_teacher(given.teacher, shape, device)
+    teacher = given.teacher
+    if teacher is not None:
+        check_teacher(teacher, shape, device)
+        teacher = teacher.flat(vocab_size)
     return HeadTensors(temperature, columns, positives, teacher)
 
 
@@ -127,6 +133,9 @@ def _checked_temperature(temperature: Tensor, target: Tensor, ignore_index: int)
         wrong = scored & ~((temperature > 0) & torch.isfinite(temperature))
         if bool(wrong.any()):
             raise ValueError(f"temperature: got {temperature[wrong][0].item()}, expected finite numbers > 0")
+        outside = scored & ((temperature < FP32_RANGE[0]) | (temperature > FP32_RANGE[1]))
+        if bool(outside.any()):
+            check_fp32_range("temperature", temperature[outside][0].item())
     return torch.where(scored, temperature, 1)
 
 

@@ -86,7 +86,7 @@ def check_loss(loss: object) -> Loss:
 
 
 def check_statistics(argument: str, names: tuple[str, ...], known: tuple[str, ...] = STATISTICS) -> None:
-    if isinstance(names, str) or not names:
+    if not isinstance(names, (tuple, list)) or not names:
         raise TypeError(f"{argument}: got {names!r}, expected a non-empty tuple of names out of {known}")
     unknown = [name for name in names if name not in known]
     if unknown:

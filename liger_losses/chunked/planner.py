@@ -102,8 +102,10 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
 
 
 def _candidates(p: Problem) -> list[str]:
-    if not p.any_grad or (not p.weight_grad and not p.bias_grad and p.only_logprob_grad):
+    if not p.any_grad:
         return ["frozen"]
+    if not p.weight_grad and not p.bias_grad and p.only_logprob_grad:
+        return ["frozen"] if p.active else ["frozen", "recompute"]
     names = [] if p.active else ["recompute"]
     if p.only_logprob_grad:
         names.append("cached")
@@ -248,9 +250,11 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
     return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
 
 
-def _fast_rows(plan: Plan) -> tuple[bool, float, int]:
-    """Sorts plans of one strategy: those that fit, at full rate, with the largest products."""
-    return plan.workspace > plan.budget, _slow_rows(plan.logit_rows, plan.problem), -plan.tile_rows
+def _fast_rows(plan: Plan) -> tuple[int, float, int]:
+    """Sorts plans of one strategy: those that fit, at full rate, with the largest products; of others the smallest."""
+    if plan.workspace > plan.budget:
+        return plan.workspace, 0.0, 0
+    return 0, _slow_rows(plan.logit_rows, plan.problem), -plan.tile_rows
 
 
 def _plan_cached(p: Problem, budget: int) -> Plan:

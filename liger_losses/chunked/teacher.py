@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .._checks import check_shared
 from ..kernels import Columns, Divergence, LogitTransform, TeacherTile, visit_bytes
 from .head import FLOATING, Precision
 from .problem import Problem
@@ -60,6 +61,18 @@ class Teacher:
         bias = None if self.bias is None else self.bias[first]
         return TeacherTile(logits, bias, self.transform, self.probabilities)
 
+    def flat(self, student_vocab: int) -> Teacher:
+        """Checked tensors as the engine reads them: flat and detached. Raises for vocabularies that share nothing."""
+        hidden, weight, bias, logits = (None if t is None else t.detach() for t in self.tensors)
+        if logits is not None:
+            logits = logits.reshape(-1, logits.shape[-1])
+            logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        hidden = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
+        flat = replace(self, hidden=hidden, weight=weight, bias=bias, logits=logits)
+        if self.divergence.vocabulary == "shared":
+            check_shared(flat.vocab_size, student_vocab)
+        return flat
+
     def computed(self, precision: Precision) -> Teacher:
         """With the weight in the dtype of the products."""
         return self if self.weight is None else replace(self, weight=self.weight.to(precision.compute))
@@ -96,8 +109,8 @@ def check_teacher(
     shape: torch.Size,  # of the tokens
     device: torch.device,
     names: tuple[str, str, str, str] | None = None,  # that the caller knows them by
-) -> Teacher:
-    """The teacher, checked, flat and detached. Raises before any work, naming the argument."""
+) -> None:
+    """Raises before any work, naming the argument."""
     if names is None:
         rows = "teacher_probs" if teacher.probabilities else "teacher_logits"
         names = ("teacher_hidden", "teacher_weight", "teacher_bias", rows)
@@ -112,18 +125,18 @@ def check_teacher(
         if tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, expected {device}, that of hidden")
     hidden, weight, bias, logits = teacher.tensors
-    if (logits is None) == (hidden is None) or (weight is None) != (hidden is None):
-        seen = ", ".join(name for name, tensor in given.items() if tensor is not None) or "nothing"
-        raise ValueError(
-            f"teacher: got {seen}, expected either {names[0]} and {names[1]}, or {names[3]} alone"
-        )  # fmt: skip
+    present = [name for name, tensor in given.items() if tensor is not None]
+    if logits is None and (hidden is None or weight is None):
+        missing = names[0] if hidden is None else names[1]
+        beside = f" beside {' and '.join(present)}" if present else ""
+        raise ValueError(f"{missing}: got None{beside}, expected a teacher: {names[0]} with {names[1]}, or "
+                         "teacher_logits, or teacher_probs")  # fmt: skip
     if logits is not None:
-        if bias is not None:
-            raise ValueError(f"{names[2]}: got a tensor, expected None beside {names[3]}, which contain it")
+        if len(present) > 1:
+            raise ValueError(f"{present[0]}: got a tensor, expected None beside {names[3]}, which says it all")
         if logits.shape[:-1] != shape or logits.dim() != len(shape) + 1 or logits.shape[-1] == 0:
             raise ValueError(f"{names[3]}: got shape {tuple(logits.shape)}, expected {(*shape, 'V')}, V >= 1")
-        flat = logits.detach().reshape(-1, logits.shape[-1])
-        return replace(teacher, logits=flat if flat.stride(-1) == 1 else flat.contiguous())
+        return
     assert hidden is not None
     assert weight is not None
     if weight.dim() != 2 or 0 in weight.shape:
@@ -132,9 +145,3 @@ def check_teacher(
         raise ValueError(f"{names[0]}: got shape {tuple(hidden.shape)}, expected {(*shape, weight.shape[1])}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{names[2]}: got shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
-    return replace(
-        teacher,
-        hidden=hidden.detach().reshape(-1, hidden.shape[-1]),
-        weight=weight.detach(),
-        bias=None if bias is None else bias.detach(),
-    )

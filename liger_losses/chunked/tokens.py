@@ -138,6 +138,8 @@ def check_target(target: Tensor) -> None:
 def check_integer(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, expected an integer dtype (int64)")
+    if tensor.is_meta:
+        raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_choice
 from .api import linear_logprobs
 from .deferred import outside_autocast
 from .head import Precision, check_head, choose_precision
 from .head_tensors import make_transform
-from .tokens import check_ignore_index, check_target
+from .tokens import check_ignore_index, check_integer
 
 # Bytes of gathered rows of the weight at a time, where the caller names no budget.
 _DEFAULT_BUDGET = 64 * 2**20
@@ -43,13 +44,14 @@ def linear_topk_logprobs(
         temperature, softcap, logit_scale: as in `linear_logprobs`; a tensor of temperatures is `[*]`.
         memory_budget: bytes of the gathered rows, default 64 MiB, and the budget of `linear_logprobs` for `lse`. The
             fp32 sum `[V, H]` of a head that is trained comes on top.
-        strategy: of `linear_logprobs`: `"auto"` or `"recompute"`.
+        strategy: of `linear_logprobs`: `"auto"`, `"recompute"`, or with a head that is not trained `"frozen"`.
 
     Returns:
         fp32 (fp64 for fp64 inputs).
 
     Raises:
-        TypeError, ValueError: before any work. An id outside `[0, V)` raises on the CPU and is NaN elsewhere.
+        TypeError, ValueError: before any work. An id outside `[0, V)` raises on the CPU, outside torch.compile, and is
+            NaN elsewhere.
 
     Note:
         The same inputs give the same bits on every device: no sum is made by atomics.
@@ -57,14 +59,21 @@ def linear_topk_logprobs(
     check_ignore_index(ignore_index)
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids: got {type(ids).__name__}, expected a torch.Tensor")
-    check_target(ids)
+    check_integer("ids", ids)
+    # A gradient of `lse` is needed, which neither of the others has to give.
+    check_choice("strategy", strategy, ("auto", "recompute", "frozen"))
     if ids.dim() == 0 or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [*, k] with k >= 1")
+    if isinstance(hidden, Tensor) and hidden.dim() > 0 and hidden.shape[:-1] != ids.shape[:-1]:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {(*hidden.shape[:-1], 'k')}, by hidden's "
+                         f"{tuple(hidden.shape)}")  # fmt: skip
     check_head(hidden, weight, bias, ids.shape[:-1])
     ids = ids.to(hidden.device, torch.int64)
     present = ids != ignore_index
     valid = (ids >= 0) & (ids < weight.shape[0])
-    if ids.device.type == "cpu" and bool((present & ~valid).any()):
+    # Not while tracing: the branch would depend on data.
+    readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and bool((present & ~valid).any()):
         wrong = ids[present & ~valid][0].item()
         raise ValueError(f"ids: got {wrong}, expected {ignore_index} or an id in [0, {weight.shape[0]})")
     scored = present.any(-1)

@@ -6,7 +6,7 @@ from .active_columns import add_rows, gather_columns, gather_rows
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
 from .column_extent import column_extent
 from .dispatch import implementation
-from .divergence import DISTILLATION, Divergence
+from .divergence import DISTILLATION, Divergence, check_of_logits
 from .divergence_sums import divergence_sums
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
@@ -40,6 +40,7 @@ __all__ = [
     "TeacherTile",
     "add_rows",
     "bernoulli_tile",
+    "check_of_logits",
     "column_extent",
     "differentiable_once",
     "divergence_gradient",

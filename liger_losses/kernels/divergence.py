@@ -6,6 +6,8 @@ import ast
 import math
 from dataclasses import dataclass
 
+from .._checks import check_fp32_range
+
 KINDS = (
     "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "jeffreys", "alpha", "akl",
     "cosine", "mse",
@@ -15,6 +17,23 @@ VOCABULARY = ("shared", "padded")
 
 # Read by one family of kinds only: elsewhere another value than the default would be ignored, and is refused.
 _OWN = {"beta": ("jsd",), "skew": ("skewed_forward_kl", "skewed_reverse_kl"), "alpha": ("alpha",), "mu": ("akl",)}
+
+
+def check_of_logits(
+    kind: str, vocabulary: str, temperature: float, teacher_temperature: float | None, squared: bool
+) -> None:
+    """Raise for options without a meaning where logits themselves are compared."""
+    if kind in ("cosine", "mse") and vocabulary == "padded":
+        raise ValueError(f"vocabulary: got 'padded' with kind {kind!r}, expected 'shared': a logit that is absent has "
+                         "no number")  # fmt: skip
+    if kind != "cosine":
+        return
+    if temperature != 1:
+        raise ValueError(f"temperature: got {temperature} with kind 'cosine', which has none; expected 1")
+    if teacher_temperature is not None:
+        raise ValueError(f"teacher_temperature: got {teacher_temperature} with kind 'cosine', which has none")
+    if squared:
+        raise ValueError("scale_by_squared_temperature: got True with kind 'cosine', which has no temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +54,8 @@ class Divergence:
     | `jeffreys` | `KL(t || s) + KL(s || t)` |
     | `alpha` | `(1 - sum_v t_v^alpha s_v^(1 - alpha)) / (alpha (1 - alpha))`: Amari's, forward KL as alpha goes to 1 |
     | `akl` | `w KL(t || s) + (1 - w) KL(s || t)`, adaptive KL, arXiv:2404.02657; `w` below |
-    | `cosine` | `1 - cos(z_student, z_teacher)`, of the logits themselves, which must be finite |
-    | `mse` | `sum_v (z_student - z_teacher)_v^2 / V`, likewise |
+    | `cosine` | `1 - cos(z_student, z_teacher)`, of the logits themselves, which must be finite; no temperature |
+    | `mse` | `sum_v (z_student / temperature - z_teacher / teacher_temperature)_v^2 / V`, of finite logits |
 
     Of `akl`, `w = sum_head |s_v - t_v| / sum_v |s_v - t_v|`, a constant of each token (1/2 where the two are equal).
     The head is the fewest most probable tokens of `t` whose mass reaches `mu`; tokens as probable as the last of them
@@ -55,11 +74,13 @@ class Divergence:
             to 0; the endpoints themselves are, as in TRL and liger-kernel, 0: forward KL, 1: reverse KL.
         skew: in [0, 1); 0 is the plain KL. alpha: any finite number but 0 and 1. mu: of `akl`, in [0, 1]; 0 is reverse
             KL.
-        temperature: > 0. teacher_temperature: of the teacher alone; None: as `temperature`.
+        temperature: > 0, and finite in fp32 like its inverse (and its square where that scales); refused with `cosine`,
+            which it cannot change. teacher_temperature: of the teacher alone; None: as `temperature`.
         soft_weight, hard_weight: >= 0.
         vocabulary: for two vocabularies that agree on their first columns and differ in length: `"shared"` restricts
-            both softmaxes of `D` to the columns that both have; `"padded"` gives the shorter side probability 0 on the
-            rest (so that forward KL is +inf where the teacher has more columns).
+            both softmaxes of `D` to the columns that both have, at least 2; `"padded"` gives the shorter side
+            probability 0 on the rest (so that forward KL is +inf where the teacher has more columns). Not with `cosine`
+            and `mse`: a logit that is absent has no number.
     """
 
     kind: str = "forward_kl"
@@ -89,6 +110,8 @@ class Divergence:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}: got {value}, expected a number > 0")
+            if value is not None:
+                check_fp32_range(name, value)
         for name in ("soft_weight", "hard_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a number >= 0")
@@ -96,6 +119,11 @@ class Divergence:
             raise TypeError(
                 f"scale_by_squared_temperature: got {self.scale_by_squared_temperature!r}, expected True or False"
             )
+        if self.scale_by_squared_temperature:
+            check_fp32_range("temperature, squared", self.temperature**2)
+        check_of_logits(
+            self.kind, self.vocabulary, self.temperature, self.teacher_temperature, self.scale_by_squared_temperature
+        )
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta: got {self.beta}, expected 0 <= beta <= 1")
         if not 0 <= self.mu <= 1:

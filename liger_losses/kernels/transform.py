@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .._checks import check_fp32_range
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -32,6 +34,8 @@ class LogitTransform:
         for name, value in (("temperature", self.temperature), ("softcap", self.softcap)):
             if value is not None and not isinstance(value, Tensor) and not 0 < value < math.inf:
                 raise ValueError(f"{name}: got {value}, expected a finite number > 0")
+            if value is not None and not isinstance(value, Tensor):
+                check_fp32_range(name, value)
         if not -math.inf < self.scale < math.inf:
             raise ValueError(f"logit_scale: got {self.scale}, expected a finite number")
 

@@ -18,6 +18,7 @@ from .._checks import (
     check_names,
     check_number,
 )
+from .._weighting import weighted
 from .selection import TokenSelection
 
 REDUCTIONS = ("mean", "sum")
@@ -90,7 +91,8 @@ class CrossEntropyLoss:
         selection: only the tokens that a `TokenSelection` picks (ESLM, arXiv:2505.19893); it needs the whole batch.
         report_accuracy: adds the metric `token_accuracy`, the share of scored tokens whose label is the first maximum.
 
-    Inputs: `token_weights`, `class_weights` `[R, T]`, `num_items_in_batch` without dimensions.
+    Inputs: `token_weights`, `class_weights` `[R, T]`, `num_items_in_batch` without dimensions. A token of weight 0
+        contributes 0 and sends no gradient back, whatever its cross entropy holds.
     Metrics: `z_loss`, the part of it in the loss, if there is one.
     """
 
@@ -163,7 +165,7 @@ class CrossEntropyLoss:
         logprob = scored["logprob"]
         nll = -logprob
         if "class_weights" in inputs:
-            nll = nll * inputs["class_weights"].masked_fill(~mask, 0).to(nll.dtype)
+            nll = weighted(nll, inputs["class_weights"], mask)
         if self.label_smoothing > 0:
             nll = (1 - self.label_smoothing) * nll - self.label_smoothing * scored["mean_logprob"]
         z_loss = self.lse_square_scale * scored["lse"] ** 2 if self.lse_square_scale > 0 else None
@@ -174,7 +176,7 @@ class CrossEntropyLoss:
             probability = logprob.detach().exp()
             scale = probability if scale is None else scale * probability
         if scale is not None:
-            nll, z_loss = nll * scale, None if z_loss is None else z_loss * scale
+            nll, z_loss = weighted(nll, scale, mask), None if z_loss is None else weighted(z_loss, scale, mask)
         return nll, z_loss
 
     def __call__(
@@ -188,7 +190,7 @@ class CrossEntropyLoss:
         divisors = totals["weights"], totals["tokens"]
         if self.selection is not None:
             picked = self.selection.weights(statistics, mask)
-            nll, z_loss = nll * picked, None if z_loss is None else z_loss * picked
+            nll, z_loss = weighted(nll, picked, mask), None if z_loss is None else weighted(z_loss, picked, mask)
             if self.reduction == "mean":
                 divisors = self._divisors(picked, mask, inputs)
         loss = nll.sum() / divisors[0]
@@ -260,5 +262,5 @@ class BinaryCrossEntropyLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -statistics["logprob"].masked_fill(~mask, 0)
         if "token_weights" in inputs:
-            loss = loss * inputs["token_weights"].masked_fill(~mask, 0).to(loss.dtype)
+            loss = weighted(loss, inputs["token_weights"], mask)
         return loss.sum() / totals["entries"], {}

@@ -9,8 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_float_tensor, check_number
-from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, must_cover, probability_times
+from .._checks import (
+    check_choice,
+    check_flag,
+    check_float_tensor,
+    check_fp32_range,
+    check_number,
+    check_shared,
+    check_temperature,
+)
+from ..kernels import check_of_logits
+from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, probability_times
 
 ENDPOINTS = ("trl", "formula")
 VOCABULARIES = ("shared", "padded")
@@ -69,13 +78,14 @@ def divergence(
             tokens as probable as the head's last belong to it.
         endpoints: of "jsd" at `beta` 0 and 1. `"trl"`, which is liger-kernel's as well: forward and reverse KL.
             `"formula"`: what the formula gives, 0.
-        temperature: `T` of both models. It divides the logits of "cosine" and "mse" too (the first does not change).
+        temperature: `T` of both models, also of the logits of "mse"; refused with "cosine", which it cannot change.
         teacher_temperature: of the teacher alone; None: as `temperature`.
         scale_by_squared_temperature: multiply by `T^2`, so that the gradient's size does not depend on `T` (Hinton et
             al.). Off by default, as in TRL and liger-kernel.
         vocabulary: of two vocabularies that agree on their first columns and differ in length. `"shared"`: only the
-            columns that both have exist, and both softmaxes are over these. `"padded"`: each model gives probability 0
-            to what it lacks; refused where the divergence would be infinite, and for kinds of logits.
+            columns that both have exist, at least 2, and both softmaxes are over these. `"padded"`: each model gives
+            probability 0 to what it lacks, and a divergence that is infinite for it is `inf`; refused for kinds of
+            logits, where what is absent has no number.
         mask: rows where it is False give 0, and whatever their logits hold reaches no gradient.
 
     Returns:
@@ -85,14 +95,18 @@ def divergence(
         TypeError, ValueError: naming the argument.
     """
     numbers = check_divergence(kind, endpoints, beta=beta, skew=skew, alpha=alpha, mu=mu)
-    check_number("temperature", temperature, above=0)
+    check_temperature("temperature", temperature)
+    if teacher_temperature is not None:
+        check_temperature("teacher_temperature", teacher_temperature)
     check_flag("scale_by_squared_temperature", scale_by_squared_temperature)
     check_choice("vocabulary", vocabulary, VOCABULARIES)
+    if scale_by_squared_temperature:
+        check_fp32_range("temperature, squared", temperature**2)
+    check_of_logits(kind, vocabulary, temperature, teacher_temperature, scale_by_squared_temperature)
     check_pair(("student_logits", "teacher_logits"), student_logits, teacher_logits, mask, same_size=False)
-    student, teacher = _one_vocabulary(student_logits, teacher_logits.detach(), kind, numbers, vocabulary)
+    student, teacher = _one_vocabulary(student_logits, teacher_logits.detach(), vocabulary)
     if teacher_temperature is None:
         teacher_temperature = temperature
-    check_number("teacher_temperature", teacher_temperature, above=0)
     student, teacher = scored_rows(student, teacher, mask)
     student, teacher = student / temperature, teacher / teacher_temperature
     if not DIVERGENCES[kind].of_logits:
@@ -182,22 +196,12 @@ def not_negative(value: Tensor) -> Tensor:
     return value - value.detach().clamp(max=0)
 
 
-def _one_vocabulary(
-    student: Tensor, teacher: Tensor, kind: str, numbers: DivergenceNumbers, vocabulary: str
-) -> tuple[Tensor, Tensor]:
+def _one_vocabulary(student: Tensor, teacher: Tensor, vocabulary: str) -> tuple[Tensor, Tensor]:
     sizes = student.shape[-1], teacher.shape[-1]
     if sizes[0] == sizes[1]:
         return student, teacher
     if vocabulary == "shared":
+        check_shared(sizes[1], sizes[0])
         return student[..., : min(sizes)], teacher[..., : min(sizes)]
-    if DIVERGENCES[kind].of_logits:
-        raise ValueError(f"vocabulary: got 'padded' with kind={kind!r}, expected 'shared': a logit that is absent has "
-                         "no number")  # fmt: skip
-    short = "student" if sizes[0] < sizes[1] else "teacher"
-    if short in must_cover(kind, numbers):
-        raise ValueError(
-            f"vocabulary: got 'padded' with kind={kind!r} and {sizes[0]} student, {sizes[1]} teacher logits, which is "
-            f"infinite: the {short} gives 0 to what the other does not; expected 'shared', or a bounded kind"
-        )
     pad = max(sizes)
     return tuple(F.pad(z, (0, pad - z.shape[-1]), value=-torch.inf) for z in (student, teacher))  # type: ignore[return-value]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names
+from .._weighting import weighted
 from .divergence import check_divergence, check_pair, check_row_mask, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
 from .policy_terms import KL_ESTIMATORS
@@ -42,7 +43,9 @@ def topk_divergence(
     | `"renormalise_both"` | `s_k / S` | `t_k / T` | blind to how much mass the student gives to the `k` ids |
     | `"drop"` | `s_k` | `t_k` | `sum_k t_k log(t_k / s_k)`, the whole one's terms at `k`; may be negative |
 
-    `1 - S` and `1 - T` are taken as at least the dtype's epsilon, which is as far as a sum near 1 is known.
+    `1 - S` and `1 - T` are taken as at least the dtype's epsilon, which is as far as a sum near 1 is known. Logits are
+    not log-probabilities: where `S` or `T` is above 1 the result means nothing, also of two equal arguments, and
+    nothing raises, since looking would wait for the device.
 
     Args:
         teacher_logprobs: a constant. The student's value in a slot of `-inf` is not read: it is part of the tail. A row
@@ -188,9 +191,12 @@ class SampledKLLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, teacher = statistics["logprob"], inputs["teacher_logprobs"]
         check_mask(mask, logprobs)
-        estimate = sampled_kl(logprobs, teacher, estimator=self.estimator, mask=mask)
-        if "token_weights" in inputs:
-            estimate = estimate * inputs["token_weights"].masked_fill(~mask, 0).to(estimate.dtype)
+        weights = inputs.get("token_weights")
+        # Before the estimate: the gradient of an infinite one would be NaN under any weight.
+        read = mask if weights is None else mask & (weights != 0)
+        estimate = sampled_kl(logprobs, teacher, estimator=self.estimator, mask=read)
+        if weights is not None:
+            estimate = weighted(estimate, weights, read)
         with torch.no_grad():
             mean = sampled_kl(logprobs, teacher, estimator="k1", mask=mask).sum() / totals["scored"]
         return estimate.sum() / totals["tokens"], {"reverse_kl": mean}

@@ -68,11 +68,8 @@ class CallOptions:
             raise ValueError(
                 f"chunk_size: got {self.chunk_size}, expected 1 for {names}, which needs the whole batch at once"
             )
-        if self.chunk_size > 1 and self.strategy not in ("auto", "immediate"):
-            raise ValueError(
-                f"chunk_size: got {self.chunk_size} with strategy={self.strategy!r}, whose tiles hold tokens; "
-                "expected 1"
-            )
+        if self.chunk_size > 1:
+            check_chunk_strategy(self.chunk_size, self.strategy, 1)
         if self.strategy == "immediate" and separability == "batch":
             raise ValueError(
                 f"strategy: got 'immediate' with {names}, which needs the whole batch at once; expected another one"
@@ -143,6 +140,14 @@ def check_chunk_size(chunk_size: object) -> None:
         raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected >= 1")
+
+
+def check_chunk_strategy(chunk_size: int, strategy: str, unbounded: int) -> None:
+    """Raise for a bound of a tile's units that a strategy does not know; `unbounded` is what sets none."""
+    if strategy not in ("auto", "immediate"):
+        raise ValueError(
+            f"chunk_size: got {chunk_size} with strategy={strategy!r}, whose tiles hold tokens; expected {unbounded}"
+        )
 
 
 def check_accumulator(dtype: torch.dtype | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_flag, check_float_tensor
+from .._weighting import weighted
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
 from ..chunked.tokens import upload
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
@@ -371,7 +372,7 @@ class LigerFusedLinearBCELoss(torch.nn.Module):
         options = {**self.options.policy(), "strategy": self.options.strategy, "positives": positives.unsqueeze(0)}
         if self.reduction == "none":
             loss = -linear_logprobs(_input.unsqueeze(0), lin_weight, target, bias, **options).squeeze(0)
-            return loss if row_weights is None else loss * row_weights
+            return loss if row_weights is None else weighted(loss, row_weights, torch.ones_like(loss, dtype=torch.bool))
         inputs = {} if row_weights is None else {"token_weights": row_weights.unsqueeze(0)}
         loss = BinaryCrossEntropyLoss(labels=len(lin_weight), reduction=self.reduction)
         return fused_linear_loss(loss, _input.unsqueeze(0), lin_weight, target, bias, inputs=inputs, **options)[0]

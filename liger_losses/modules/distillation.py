@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_number
+from .._checks import check_choice, check_flag, check_number, check_temperature
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher, teacher_transform
 from ..chunked.tokens import check_target
 from ..kernels import LogitTransform
-from .base import CallOptions, check_accumulator, check_chunk_size, check_head_as
+from .base import CallOptions, check_accumulator, check_chunk_size, check_chunk_strategy, check_head_as
 from .engine_options import HeadOptions, with_head_options
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ class _Distillation(torch.nn.Module):
         token_weights: Tensor | None = None,
         **teacher: Any,  # tensors, as fused_linear_distillation calls them
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        names = ("teacher_input", "teacher_weight", "teacher_bias", "target")
+        known = dict(zip(names, ("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_probs"), strict=True))
+        for name, taken in known.items():
+            if taken in teacher and teacher[taken] is None and name != "teacher_bias":
+                raise TypeError(f"{name}: got NoneType, expected a torch.Tensor")
         if labels is None:
             if not isinstance(hidden, Tensor):
                 raise TypeError(f"student_input: got {type(hidden).__name__}, expected a torch.Tensor")
@@ -74,8 +79,10 @@ class _Distillation(torch.nn.Module):
             teacher.get("teacher_probs"),
             LogitTransform(),  # named: torch.compile does not follow a dataclass's own default of this kind
         )
-        names = ("teacher_input", "teacher_weight", "teacher_bias", "target")
         check_teacher(second, hidden.shape[:-1], hidden.device, names)
+        if second.logits is not None and second.logits.shape[-1] != len(weight):
+            raise ValueError(f"target: got shape {tuple(second.logits.shape)}, expected {len(weight)} columns, the "
+                             "student's vocabulary")  # fmt: skip
         options = self.options
         return fused_linear_distillation(
             hidden,
@@ -123,6 +130,8 @@ class _SoftAndHard(_Distillation):
         check_flag("compiled", compiled)
         check_flag("return_soft_hard_loss", return_soft_hard_loss)
         check_chunk_size(chunk_size)
+        if chunk_size != 1024:
+            check_chunk_strategy(chunk_size, engine.get("strategy", "auto"), 1024)
         super().__init__(
             divergence,
             ignore_index,
@@ -147,18 +156,22 @@ class _SoftAndHard(_Distillation):
         num_items_in_batch: Tensor | int | None = None,
         token_weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The loss, or with `return_soft_hard_loss` `(loss, soft, hard)`, the latter two detached and unweighted."""
+        """The loss, or with `return_soft_hard_loss` `(loss, soft, hard)`, the latter two detached.
+
+        `loss = weight_soft_loss * soft + weight_hard_loss * hard`: both are divided as the loss is, by the scored
+        tokens or `num_items_in_batch`, and carry `token_weights`.
+        """
         if true_labels is None:
             raise TypeError("true_labels: got NoneType, expected a torch.Tensor")
         loss, metrics = self._call(
             student_input, student_weight, true_labels, student_bias, labels_name="true_labels",
             teacher_hidden=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
-            report=("divergence", "logprob") if self.return_soft_hard_loss else (),
+            report=("soft", "hard") if self.return_soft_hard_loss else (),
             num_items_in_batch=num_items_in_batch, token_weights=token_weights,
         )  # fmt: skip
         if not self.return_soft_hard_loss:
             return loss
-        return loss, self._scale * metrics["divergence"], metrics["nll"]
+        return loss, self._scale * metrics["soft"], metrics["hard"]
 
 
 class LigerFusedLinearJSDLoss(_SoftAndHard):
@@ -177,7 +190,8 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
         temperature: > 0.
         compiled: accepted and without effect: there is no compile step.
         chunk_size: other than 1024, the default, which sets no bound: at most so many tokens are in a tile.
-        return_soft_hard_loss: return `(loss, soft, hard)`.
+        return_soft_hard_loss: return `(loss, soft, hard)`, detached terms: `loss = weight_soft_loss * soft +
+            weight_hard_loss * hard`.
         vocabulary: `"shared"` or `"padded"`, where the heads' vocabularies differ in size; see `Divergence`.
         teacher_softcap, teacher_logit_scale: of the teacher's logits. softcap, logit_scale: of the student's.
         memory_budget, strategy, active_vocab: of `fused_linear_loss`. logits_dtype: of `fused_linear_distillation`:
@@ -227,12 +241,11 @@ class LigerFusedLinearCosineSimilarityLoss(_SoftAndHard):
 
         loss = (weight_soft_loss * sum_t beta (1 - cos_t) + weight_hard_loss * sum_t -log p_t[label]) / max(1, scored)
 
-    Of the logits themselves, so that the temperature, which scales both, has no effect on the value.
-
     Args:
-        weight_hard_loss, weight_soft_loss, ignore_index, temperature, compiled, chunk_size, return_soft_hard_loss and
-            the keyword-only options: as in `LigerFusedLinearJSDLoss`.
+        weight_hard_loss, weight_soft_loss, ignore_index, compiled, chunk_size, return_soft_hard_loss and the
+            keyword-only options: as in `LigerFusedLinearJSDLoss`; the vocabulary is `"shared"` only.
         beta: >= 0, a factor.
+        temperature: > 0, accepted as in liger-kernel and without effect: it scales logits, and a cosine has no scale.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
@@ -258,10 +271,10 @@ class LigerFusedLinearCosineSimilarityLoss(_SoftAndHard):
         check_number("weight_hard_loss", weight_hard_loss, low=0)
         check_number("weight_soft_loss", weight_soft_loss, low=0)
         check_number("beta", beta, low=0)
+        check_temperature("temperature", temperature)
         super().__init__(
             Divergence(
-                kind="cosine", temperature=temperature, soft_weight=weight_soft_loss * beta,
-                hard_weight=weight_hard_loss, vocabulary=vocabulary,
+                kind="cosine", soft_weight=weight_soft_loss * beta, hard_weight=weight_hard_loss, vocabulary=vocabulary,
             ),
             ignore_index,
             beta,
@@ -301,6 +314,7 @@ class LigerFusedLinearJSD(_Distillation):
         **engine: Unpack[HeadOptions],
     ) -> None:
         check_accumulator(accum_dtype)
+        check_number("jsd_beta", jsd_beta, low=0, high=1)
         super().__init__(
             Divergence(kind="jsd", beta=jsd_beta, temperature=temperature, vocabulary=vocabulary),
             ignore_index,
@@ -331,6 +345,10 @@ class LigerFusedLinearJSD(_Distillation):
 
 class LigerFusedLinearKLDivLoss(_Distillation):
     """`KL(target || softmax(student logits / temperature))` of given probabilities, over the student's head.
+
+    Each row of `target` is divided by its sum first. Of rows that sum to 1 that is the number of liger-kernel and of
+    `torch.nn.functional.kl_div`; of others theirs is `sum y log(y / s)` of the row as it stands, which is not 0 where
+    the two agree. Rows of zeros, or with a negative entry, give NaN.
 
     Args:
         reduction: `"batchmean"`: the sum over the scored tokens, divided by their number; `"mean"`: also by the
@@ -367,12 +385,16 @@ class LigerFusedLinearKLDivLoss(_Distillation):
         self,
         student_input: Tensor,  # [N, H] or [R, T, H]
         student_weight: Tensor,  # [V, H]
-        target: Tensor,  # [N, V] or [R, T, V] probabilities; each row is taken as normalised to 1
+        target: Tensor,  # [N, V] or [R, T, V] probabilities, of the student's vocabulary
         shift_labels: Tensor | ScoredTokens | None = None,  # [N] or [R, T]; None: every token is scored
         student_bias: Tensor | None = None,  # [V]
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        token_weights: Tensor | None = None,
     ) -> Tensor:
         loss = self._call(
             student_input, student_weight, shift_labels, student_bias, labels_name="shift_labels",
             teacher_probs=target, reduction="sum" if self.reduction == "sum" else "mean",
+            num_items_in_batch=num_items_in_batch, token_weights=token_weights,
         )[0]  # fmt: skip
         return loss / student_weight.shape[0] if self.reduction == "mean" else loss

@@ -134,7 +134,8 @@ def test_strategies_teachers_and_masks(strategy: str, form: str, scored: str) ->
     )  # fmt: skip
     torch.testing.assert_close(value, loss.detach())
     assert set(metrics) == {"divergence", "nll", "entropy", "teacher_entropy"}
-    torch.testing.assert_close(metrics["nll"], -(exact["logprob"] * weights).sum().detach() / count)
+    for name, found in (("logprob", -metrics["nll"]), ("divergence", metrics["divergence"])):
+        torch.testing.assert_close(found, exact[name].sum().detach() / count)
     for _ in range(2):
         found = torch.autograd.grad(2 * value, pair.case.leaves, retain_graph=True)
         torch.testing.assert_close(found, want)
@@ -142,8 +143,12 @@ def test_strategies_teachers_and_masks(strategy: str, form: str, scored: str) ->
 
 def test_metrics_per_token_and_means_do_not_share_a_name() -> None:
     pair = make_pair(2, 5)
-    with pytest.raises(ValueError, match="token_statistics: got divergence, which the loss returns"):
-        fused_linear_distillation(*pair.case.head, **pair.teacher(), token_statistics=("divergence",))
+    with pytest.raises(ValueError, match=r"token_statistics: got \['divergence'\], which report has too"):
+        fused_linear_distillation(
+            *pair.case.head, **pair.teacher(), report=("divergence",), token_statistics=("divergence",)
+        )
+    _, metrics = fused_linear_distillation(*pair.case.head, **pair.teacher(), token_statistics=("divergence",))
+    assert {name: metric.shape for name, metric in metrics.items()} == {"divergence": (2, 5)}
     _, metrics = fused_linear_distillation(
         *pair.case.head, **pair.teacher(), token_statistics=("teacher_entropy", "distillation")
     )
@@ -417,17 +422,18 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"teacher_weight": None},
         ValueError,
-        "teacher: got teacher_hidden, teacher_bias, expected either teacher_hidden and teacher_weight, or teacher_logits alone",
+        "teacher_weight: got None beside teacher_hidden and teacher_bias, expected a teacher: teacher_hidden with",
     ),
     (
         {"teacher_hidden": None, "teacher_weight": None, "teacher_bias": None},
         ValueError,
-        "teacher: got nothing, expected",
+        "teacher_hidden: got None, expected a teacher: teacher_hidden with teacher_weight, or teacher_logits, or "
+        "teacher_probs",
     ),
     (
         {"teacher_logits": torch.zeros(2, 3, 9)},
         ValueError,
-        "teacher: got teacher_hidden, teacher_weight, teacher_bias, teacher_logits, expected either",
+        "teacher_hidden: got a tensor, expected None beside teacher_logits",
     ),
     ({"teacher_hidden": torch.zeros(2, 3, 4)}, ValueError, "teacher_hidden: got shape (2, 3, 4), expected (2, 3, 12)"),
     ({"teacher_bias": torch.zeros(3)}, ValueError, "teacher_bias: got shape (3,), expected (9,)"),
@@ -458,11 +464,22 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         NO_HEAD | {"teacher_probs": torch.zeros(2, 3, 9), "teacher_logits": torch.zeros(2, 3, 9)},
         ValueError,
-        "teacher: got teacher_logits and teacher_probs",
+        "teacher_probs: got a tensor beside teacher_logits, expected one of them",
     ),
     ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap: got -1.0, expected a finite number > 0"),
     ({"teacher_logit_scale": "x"}, TypeError, "teacher_logit_scale: got 'x', expected a number"),
     ({"divergence": "jsd"}, TypeError, "divergence: got str, expected a Divergence"),
+    ({"teacher_hidden": [1]}, TypeError, "teacher_hidden: got list, expected a torch.Tensor"),
+    (NO_HEAD | {"teacher_logits": "z"}, TypeError, "teacher_logits: got str, expected a torch.Tensor"),
+    (NO_HEAD | {"teacher_probs": [[0.5]]}, TypeError, "teacher_probs: got list, expected a torch.Tensor"),
+    ({"target": torch.zeros(2, 3, device="meta").long()}, ValueError, "target: got a tensor on meta, which holds no"),
+    (
+        NO_HEAD | {"teacher_logits": torch.zeros(2, 3, 1)},
+        ValueError,
+        "vocabulary: got 'shared' for 9 student and 1 teacher columns, of which one is shared; expected at least 2",
+    ),
+    ({"statistics": "divergence"}, TypeError, "statistics: got 'divergence', expected a non-empty tuple of names"),
+    ({"statistics": 5}, TypeError, "statistics: got 5, expected a non-empty tuple of names"),
     ({"statistics": ("lse",)}, ValueError, "statistics: got unknown ['lse'], expected names out of"),
     ({"strategy": "immediate"}, ValueError, "strategy: got 'immediate', which is for fused_linear_distillation"),
 ]
@@ -494,6 +511,18 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
         ({"hard_weight": -1.0}, ValueError, "hard_weight: got -1.0, expected a number >= 0"),
         ({"vocabulary": "union"}, ValueError, "vocabulary: got 'union', expected one of ('shared', 'padded')"),
         ({"scale_by_squared_temperature": 1}, TypeError, "scale_by_squared_temperature: got 1, expected True or False"),
+        ({"temperature": 1e-40}, ValueError, "temperature: got 1e-40, expected 1.2e-38 to 3.4e+38, so that it and its"),
+        ({"teacher_temperature": 1e39}, ValueError, "teacher_temperature: got 1e+39, expected 1.2e-38 to 3.4e+38"),
+        ({"temperature": 1e20, "scale_by_squared_temperature": True}, ValueError, "temperature, squared: got 1e+40"),
+        ({"kind": "mse", "vocabulary": "padded"}, ValueError, "vocabulary: got 'padded' with kind 'mse', expected"),
+        ({"kind": "cosine", "vocabulary": "padded"}, ValueError, "vocabulary: got 'padded' with kind 'cosine'"),
+        ({"kind": "cosine", "temperature": 2}, ValueError, "temperature: got 2 with kind 'cosine', which has none"),
+        ({"kind": "cosine", "teacher_temperature": 2}, ValueError, "teacher_temperature: got 2 with kind 'cosine'"),
+        (
+            {"kind": "cosine", "scale_by_squared_temperature": True},
+            ValueError,
+            "scale_by_squared_temperature: got True",
+        ),
     ],
     ids=str,
 )

@@ -43,6 +43,32 @@ def refusal(call: dict[str, Any]) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("trainable_head", [True, False])
+@pytest.mark.parametrize("teacher_hidden_size", [None, 64])
+@pytest.mark.parametrize("strategy", ["auto", "frozen", "recompute", "cached", "immediate"])
+def test_the_least_budget_named_is_the_least_that_works(
+    strategy: str, teacher_hidden_size: int | None, trainable_head: bool
+) -> None:
+    """What a refusal says a call needs is enough, a byte less is not, and "auto" is content with the least of all."""
+    if strategy == "frozen" and trainable_head:
+        return
+    for tokens, vocab_size in ((600, 5000), (33, 5000), (300, 2001)):
+        sizes = {"tokens": tokens, "hidden_size": 64, "vocab_size": vocab_size, "dtype": torch.float32}
+        shape = {**sizes, "trainable_head": trainable_head, "teacher_hidden_size": teacher_hidden_size}
+
+        def least(strategy: str, shape: dict[str, Any] = shape) -> int:
+            with pytest.raises(ValueError, match="too small for one row block") as refusal:
+                plan(**shape, strategy=strategy, memory_budget=1)
+            return int(re.search(r"at least ([\d,]+) bytes", str(refusal.value))[1].replace(",", ""))
+
+        needed = least(strategy)
+        assert plan(**shape, strategy=strategy, memory_budget=needed).workspace <= needed
+        with pytest.raises(ValueError, match="too small for one row block"):
+            plan(**shape, strategy=strategy, memory_budget=needed - 1)
+        if strategy == "auto":
+            assert needed <= min(least(one) for one in ("recompute", "cached", "immediate"))
+
+
 def test_what_a_large_call_does() -> None:
     found = plan(**LARGE)
     text = found.explain()

@@ -167,13 +167,14 @@ HIDDEN, WEIGHT, IDS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, 2, dt
     [
         ({"ids": None}, TypeError, "ids: got NoneType, expected a torch.Tensor"),
         ({"ids": IDS[:, :0]}, ValueError, r"ids: got shape \(3, 0\), expected \[\*, k\] with k >= 1"),
-        ({"ids": IDS.float()}, TypeError, "dtype torch.float32"),
-        ({"ids": IDS[:2]}, ValueError, r"got shape \(2,\), expected \(3,\)"),
+        ({"ids": IDS.float()}, TypeError, "^ids: got dtype torch.float32, expected an integer"),
+        ({"ids": IDS[:2]}, ValueError, r"^ids: got shape \(2, 2\), expected \(3, 'k'\), by hidden's \(3, 4\)"),
+        ({"ids": IDS.to("meta")}, ValueError, "^ids: got a tensor on meta, which holds no values"),
         ({"ids": IDS + 5}, ValueError, r"ids: got 5, expected -100 or an id in \[0, 5\)"),
         ({"ids": IDS - 1}, ValueError, r"ids: got -1, expected -100 or an id in \[0, 5\)"),
         ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number > 0"),
         ({"temperature": torch.ones(2)}, ValueError, r"temperature: got shape \(2,\), expected \(3,\)"),
-        ({"strategy": "cached"}, ValueError, "strategy"),
+        ({"strategy": "cached"}, ValueError, "^strategy: got 'cached', expected one of auto, recompute, frozen"),
         ({"memory_budget": -1}, ValueError, "memory_budget: got -1"),
     ],
 )
@@ -181,3 +182,10 @@ def test_refusals(arguments: dict, error: type[Exception], message: str) -> None
     call = {"hidden": HIDDEN.clone().requires_grad_(), "weight": WEIGHT, "ids": IDS, **arguments}
     with pytest.raises(error, match=message):
         linear_topk_logprobs(**call)
+
+
+def test_compiles_as_one_graph() -> None:
+    """Ids that the traced function closes over are data all the same: nothing may branch on them."""
+    hidden, weight, ids, bias = case(torch.float32)
+    compiled = torch.compile(lambda h: linear_topk_logprobs(h, weight, ids, bias), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(hidden), linear_topk_logprobs(hidden, weight, ids, bias), equal_nan=True)

@@ -182,6 +182,8 @@ def test_vocabularies_of_two_sizes(device: str, columns: int, teacher_columns: i
     for kind in (
         ("forward_kl", "reverse_kl", "cosine") if INTERPRETED else ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
     ):
+        if kind == "cosine" and vocabulary == "padded":
+            continue  # refused
         options = Divergence(kind=kind, vocabulary=vocabulary, hard_weight=0.5)
         tile, bias, target = make_tile(columns, F32, device)
         logits = teacher_of(tile, teacher_columns, aligned=True)
@@ -190,8 +192,6 @@ def test_vocabularies_of_two_sizes(device: str, columns: int, teacher_columns: i
         infinite = vocabulary == "padded" and kind == ("forward_kl" if columns < teacher_columns else "reverse_kl")
         raw = tile.double().requires_grad_()
         assert bias is not None
-        if kind == "cosine" and vocabulary == "padded":
-            continue  # logits, not probabilities: the rest counts as 0, which the oracle's -inf is not
         exact = unfused_distillation(raw + bias.double(), logits.double(), target, options)
         torch.testing.assert_close(got["divergence"].double(), exact["divergence"].detach(), rtol=1e-5, atol=1e-6)
         assert got["divergence"].isinf().all().item() == infinite

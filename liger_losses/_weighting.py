@@ -1,0 +1,19 @@
+"""A factor per token, applied in one place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def weighted(
+    values: Tensor,  # any shape, already 0 where nothing is scored
+    weights: Tensor,  # the same shape
+    mask: Tensor,  # the same shape, bool
+) -> Tensor:
+    """`weights * values`, 0 outside the mask and, whatever the value holds, where the weight is 0.
+
+    A value that is infinite or NaN under a weight of 0 contributes 0, and gives both a gradient of 0.
+    """
+    weights = weights.masked_fill(~mask, 0).to(values.dtype)
+    # Finite values stay: a weight of 0 may have a gradient.
+    return weights * values.masked_fill((weights == 0) & ~values.isfinite(), 0)
