@@ -115,7 +115,8 @@ def _print(
     options: argparse.Namespace,
 ) -> None:
     console = require("rich.console").Console()
-    table = require("rich.table").Table(title=_title(head, gpu, step, options), title_justify="left", box=None)
+    console.print(_title(head, gpu, step, options), style="bold", highlight=False)
+    table = require("rich.table").Table(box=None)
     table.add_column("way", no_wrap=True)
     names = ["products", "ms", "MiB", "least MiB"]
     if fits:
