@@ -9,8 +9,8 @@ from importlib import import_module
 
 from liger_losses._version import __version__
 
-from .gpus import gpus
 from .extras import CommandError
+from .gpus import gpus
 from .workloads import WORKLOADS
 
 _MODULES = {"plan": "planning", "bench": "bench", "doctor": "doctor", "demo": "demo"}
@@ -33,15 +33,19 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--frozen", action="store_true", help="the head needs no gradient (LoRA elsewhere)")
     plan.add_argument("--logits-dtype", choices=("float32", "input"), default="float32")
     plan.add_argument("--memory-budget", metavar="BYTES", help="as in the library: 512MiB, 4GiB")
-    plan.add_argument("--memory", metavar="BYTES", help="what the head may take in all: finds the largest batch and length")
+    plan.add_argument(
+        "--memory", metavar="BYTES", help="what the head may take in all: finds the largest batch and length"
+    )
     plan.add_argument("--json", action="store_true", help="machine-readable, bytes")
     plan.add_argument("--chart", metavar="FILE", help="also draw it: .png, .svg or .pdf")
 
     bench = commands.add_parser("bench", help="time the losses on this machine")
     bench.add_argument("--quick", action="store_true", help="ours beside full logits, about a minute; needs no clone")
     bench.add_argument("--device", help="default: cuda where there is one, else cpu")
-    bench.add_argument("--out", default="liger-losses-bench", metavar="FOLDER", help="for the report (default: %(default)s)")
-    bench.add_argument("--repeats", type=int, default=5)
+    bench.add_argument(
+        "--out", default="liger-losses-bench", metavar="FOLDER", help="for the report (default: %(default)s)"
+    )
+    bench.add_argument("--repeats", type=int, default=3)
 
     doctor = commands.add_parser("doctor", help="versions, devices, and a self-test of every kernel")
     doctor.add_argument("--device", help="default: cuda where there is one, else cpu")

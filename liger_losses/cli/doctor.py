@@ -69,8 +69,8 @@ def _plain_entropy(i: Inputs) -> tuple[Tensor, ...]:
 
 def _divergence(kind: str) -> Check:
     def run(i: Inputs) -> tuple[Tensor, ...]:
-        teacher = {"teacher_hidden": i["y"], "teacher_weight": i["teacher"]}
-        return (linear_divergence(i["x"], i["head"], i["labels"], divergence=Divergence(kind=kind), **teacher),)
+        head, chosen = (i["x"], i["head"], i["labels"]), Divergence(kind=kind)
+        return (linear_divergence(*head, teacher_hidden=i["y"], teacher_weight=i["teacher"], divergence=chosen),)
 
     def plain(i: Inputs) -> tuple[Tensor, ...]:
         student, teacher = i["x"] @ i["head"].T, i["y"] @ i["teacher"].T

@@ -7,7 +7,7 @@
 
 | | moved per logit |
 |---|---|
-| full logits, eager | 46 bytes, and 21 for a reference; 314 (JSD) and 138 (forward KL) in all: fitted to the H200's results |
+| full logits, eager | 46 bytes, 21 more for a reference; JSD 314, forward KL 138: fitted to the H200's results |
 | TRL's fused head | 2 in forward; 2 + 2 in backward |
 | ours | one read of a logit for each visit, one write of a 16-bit gradient; two visits of two logits for divergences |
 
@@ -216,7 +216,10 @@ def largest(step: Step, way: str, memory: int) -> tuple[int, int]:
     Counted are hidden states, their gradient and the workspace; not the head and its gradient, which are the model's.
     0: not even one. Searched up to 4,096 examples and 4 Mi tokens.
     """
-    peers: dict[str, Callable[[Step, Gpu], Estimate]] = {"full logits, eager": full_logits, "TRL 1.16 fused head": trl_head}
+    peers: dict[str, Callable[[Step, Gpu], Estimate]] = {
+        "full logits, eager": full_logits,
+        "TRL 1.16 fused head": trl_head,
+    }
     anywhere = Gpu("", 0, 1.0, 1.0, False)
 
     def holds(candidate: Step) -> bool:
@@ -241,5 +244,3 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-

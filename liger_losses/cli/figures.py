@@ -41,7 +41,9 @@ def bars(
 ) -> None:
     """Horizontal bars from the top, each with its number; `floor` is a dashed line."""
     names = list(values)
-    drawn = axes.barh(names, list(values.values()), color=[OURS if name in ours else OTHER for name in names], height=0.62)
+    drawn = axes.barh(
+        names, list(values.values()), color=[OURS if name in ours else OTHER for name in names], height=0.62
+    )
     axes.invert_yaxis()
     for bar, value in zip(drawn, values.values(), strict=True):
         text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

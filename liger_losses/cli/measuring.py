@@ -40,17 +40,19 @@ def milliseconds(work: Callable[[], object], device: torch.device, *, host_ahead
     return begin.elapsed_time(end) / IN_A_ROW
 
 
-def median_ms(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def median_ms(work: Callable[[], object], device: torch.device | str, repeats: int = 5) -> float:
     """Median `milliseconds` of `repeats` calls, after one more."""
+    device = torch.device(device)
     return statistics.median([milliseconds(work, device) for _ in range(repeats + 1)][1:])
 
 
-def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+def peak_bytes(function: Callable[[], object], device: torch.device | str) -> int:
     """Most bytes that `function` holds at once beyond what was held before.
 
     CUDA: `max_memory_allocated`. CPU: the running sum of the allocations and frees of torch's CPU allocator as the
     profiler records them, which sees every tensor made, inside custom ops too, and nothing outside torch.
     """
+    device = torch.device(device)
     function()  # first call: lazy initialisation is not the function's memory
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -65,7 +67,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     held = peak = 0
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)

@@ -82,5 +82,7 @@ def _from_hub(model: str) -> Head:
         config = AutoConfig.from_pretrained(model)
     except Exception as error:  # the network, the name, access rights: whatever it is, it is the user's to know
         first = str(error).partition("\n")[0]
-        raise CommandError(f"{model}: no such file, not in the table (--list-models), and not had from the hub: {first}") from error
+        raise CommandError(
+            f"{model}: no such file, not in the table (--list-models), and not had from the hub: {first}"
+        ) from error
     return from_config(model, config.to_dict())

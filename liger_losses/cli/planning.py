@@ -21,7 +21,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"{name:40s} H {head.hidden_size:6,d}  V {head.vocab_size:8,d}{'  tied' * head.tied}")
         return 0
     if options.model is None:
-        raise CommandError("plan: which model? A config.json, its folder, or an id; --list-models names those known offline")
+        raise CommandError(
+            "plan: which model? A config.json, its folder, or an id; --list-models names those known offline"
+        )
     head, gpu, step = _read(options)
     found = estimates(step, gpu)
     memory = None if options.memory is None else _bytes("--memory", options.memory)
@@ -51,12 +53,14 @@ def _read(options: argparse.Namespace) -> tuple[Head, Gpu, Step]:
     workload = WORKLOADS[options.loss]
     if (options.teacher is not None) != (workload.divergence is not None):
         needs = [name for name, one in WORKLOADS.items() if one.divergence]
-        raise CommandError(f"--teacher: goes with the losses {' and '.join(needs)}, which need one; the loss is {options.loss}")
+        raise CommandError(
+            f"--teacher: goes with the losses {' and '.join(needs)}, which need one; the loss is {options.loss}"
+        )
     head = find_head(options.model)
     teacher = None if options.teacher is None else find_head(options.teacher)
     if teacher is not None and teacher.vocab_size != head.vocab_size:
         raise CommandError(
-            f"--teacher: its vocabulary has {teacher.vocab_size:,} entries, the student's {head.vocab_size:,}; the plan "
+            f"--teacher: its vocabulary has {teacher.vocab_size:,} tokens, the student's {head.vocab_size:,}; the plan "
             "is for equal ones"
         )
     step = Step(
@@ -134,27 +138,27 @@ def _print(
     notes = [
         f"head [{head.vocab_size:,}, {head.hidden_size:,}]{', tied' * head.tied}{softcap}, "
         f"{'trainable' if step.trainable_head else 'frozen'}, 16-bit; logits {step.logits_dtype}",
-        f"products: of 2 N H V over the {step.scored:,} scored tokens. MiB: peak of forward and backward beyond inputs and "
-        "returned gradients.",
+        f"products: of 2 N H V over the {step.scored:,} scored tokens. MiB: peak of forward and backward beyond "
+        "inputs and returned gradients.",
         "least MiB: the smallest memory_budget. Bold: what strategy='auto' takes.",
         f"ms: products at {gpu.tflops:g} TFLOP/s, copies at {gpu.tb_s:g} TB/s, "
         + ("both measured." if gpu.measured else "both from the data sheet, not measured."),
     ]
     if fits:
         notes.append(
-            f"largest: with {options.memory} for hidden states, their gradient and the workspace; the head is the model's."
+            f"largest: {options.memory} for hidden states, their gradient and the workspace; the head is the model's."
         )
     console.print("\n".join(notes), style="dim", highlight=False)
 
 
-def _chart(
-    path: Path, head: Head, gpu: Gpu, step: Step, found: list[Estimate], options: argparse.Namespace
-) -> None:
+def _chart(path: Path, head: Head, gpu: Gpu, step: Step, found: list[Estimate], options: argparse.Namespace) -> None:
     from .figures import time_and_memory
 
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--chart: got {path.name}, expected a .png, .svg or .pdf file")
-    drawn = {f"ours, {one.way}" if one.least is not None else one.way: one for one in found if one.workspace is not None}
+    drawn = {
+        f"ours, {one.way}" if one.least is not None else one.way: one for one in found if one.workspace is not None
+    }
     floor = (2 + step.trainable_head + step.second_products) * step.product_ms(gpu, step.scored)
     time_and_memory(
         path,

@@ -11,15 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """`loss`: a class of `liger_losses.losses`, which says what it is separable by. `rows` make up one example."""
+    """`loss`: a class of `liger_losses.losses`, which says what it is separable by; None for divergences, which are
+    separable by token. `rows` make up one example."""
 
-    loss: str
+    loss: str | None
     rows: int = 1
     reference: bool = False  # a frozen model is scored on the same tokens
     divergence: str | None = None  # the kind, where a teacher's head lies beside the student's
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Loss:
+        if self.loss is None:
+            raise TypeError(f"a divergence ({self.divergence}) is no loss of log-probabilities")
         from liger_losses import losses
 
         loss: Loss = getattr(losses, self.loss)(**self.options)
@@ -43,6 +46,6 @@ WORKLOADS = {
     "kto": Workload("KTOLoss", reference=True),
     "grpo": Workload("GRPOLoss", reference=True, options={"beta": 0.04}),
     "grpo-no-kl": Workload("GRPOLoss"),
-    "fkl": Workload("DistillationLoss", divergence="forward_kl"),
-    "jsd": Workload("DistillationLoss", divergence="jsd"),
+    "fkl": Workload(None, divergence="forward_kl"),
+    "jsd": Workload(None, divergence="jsd"),
 }
