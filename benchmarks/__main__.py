@@ -14,7 +14,7 @@ import torch
 
 from liger_losses.kernels import fastest
 
-from . import layer_tables, layers, measure, profiling, results
+from . import charts, layer_tables, layers, measure, profiling, results
 from .cases import CASES
 from .ours import IMPLEMENTATIONS
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument(
         "--tables", action="store_true", help="write the table of where torch's norms are faster instead"
     )
-    report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
+    report = commands.add_parser("report", help="write docs/benchmarks.md and its charts from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
     return parser
@@ -146,7 +146,8 @@ def _report(options: argparse.Namespace) -> int:
     if not records:
         return _refuse("no results yet: run `python -m benchmarks` on a machine with a GPU")
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(results.page(records))
+    drawn = charts.draw(records, options.page.parent / results.CHARTS)
+    options.page.write_text(results.page(records, {case: f"{results.CHARTS}/{name}" for case, name in drawn.items()}))
     return 0
 
 

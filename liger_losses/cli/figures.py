@@ -46,7 +46,7 @@ def bars(
     )
     axes.invert_yaxis()
     for bar, value in zip(drawn, values.values(), strict=True):
-        text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
         axes.annotate(
             text, (value, bar.get_y() + bar.get_height() / 2), xytext=(4, 0), textcoords="offset points", va="center"
         )
