@@ -1,4 +1,4 @@
-"""Time ours beside its peers (`run`, the default; `layers`), profile a step (`profile`), write the page (`report`)."""
+"""Time ours beside its peers (`run`, the default; `layers`; `trainers`) or itself (`active`), profile, write a page."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import torch
 
 from liger_losses.kernels import fastest
 
-from . import charts, layer_tables, layers, measure, profiling, results
-from .cases import CASES
+from . import active, charts, layer_tables, layers, measure, profiling, results, trainers
+from .cases import CASES, LLAMA, TINY
 from .ours import IMPLEMENTATIONS
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    label = argparse.ArgumentParser(add_help=False)
+    label.add_argument("--label", default="", help="keep and report this run apart from those of other labels")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, default=results.RESULTS, help="folder for the JSON file")
     shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     shared.add_argument("--commit", help="commit to record where there is no git checkout")
-    run = commands.add_parser("run", parents=[shared], help="time all implementations")
+    run = commands.add_parser("run", parents=[shared, label], help="time all implementations")
     run.add_argument("--quick", action="store_true", help="one head, one shape a workload")
     run.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
     run.add_argument("--impl", action="append", help="only implementations whose name contains this; repeatable")
     run.add_argument("--repeats", type=int, default=measure.REPEATS)
     run.add_argument("--reference", choices=("float64", "float32"), default="float64", help="dtype of the true result")
-    run.add_argument("--label", default="", help="keep and report this run apart from those of other labels")
     run.add_argument("--list", action="store_true", help="name cases and implementations, and stop")
     trace = commands.add_parser("profile", parents=[shared], help="profile one step and look for synchronisation")
     trace.add_argument("--case", default="dpo-4x2048/llama3-8b", choices=list(CASES), metavar="CASE")
@@ -43,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     layer.add_argument(
         "--tables", action="store_true", help="write the table of where torch's norms are faster instead"
     )
+    trainer = commands.add_parser("trainers", parents=[shared, label], help="time a step of TRL's trainers")
+    trainer.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    trainer.add_argument("--repeats", type=int, default=trainers.REPEATS)
+    columns = commands.add_parser("active", parents=[shared], help="time the active vocabulary beside the exact path")
+    columns.add_argument("--case", action="append", help="only cases whose name contains this; repeatable")
+    columns.add_argument("--repeats", type=int, default=measure.REPEATS)
+    columns.add_argument("--reference", choices=("float64", "float32"), default="float64", help="of the true result")
+    columns.add_argument("--crossover", action="store_true", help="instead: one tile over shares of its columns")
     report = commands.add_parser("report", help="write docs/benchmarks.md and its charts from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
@@ -141,6 +150,54 @@ def _tables(options: argparse.Namespace, record: dict[str, Any]) -> int:
     return 0
 
 
+def _trainers(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    cases = trainers.CASES if device.type == "cuda" else trainers.QUICK
+    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    if not cases:
+        return _refuse("no trainer case has such a name")
+    record["settings"] = {"repeats": options.repeats}
+    record["label"], record["trainers"] = options.label, []
+
+    def save(report: dict[str, Any]) -> None:
+        record["trainers"].append(report)
+        results.save(record, options.out, kind="-trainers" + f"-{options.label}" * bool(options.label))
+
+    failures = trainers.run(cases, device, options.repeats, save)
+    print(f"\n{'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
+def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
+    device = torch.device(options.device)
+    if options.crossover:
+        head, rows = (LLAMA, 3072) if device.type == "cuda" else (TINY, 64)
+        record["crossover"] = active.crossover(head, rows, device, options.repeats)
+        path = results.save(record, options.out, kind="-crossover")
+        for row in record["crossover"]:
+            print(f"{row['share']:5.0%} of the columns {row['compact_ms']:8.2f} ms, all {row['whole_ms']:8.2f} ms")
+        print(f"written: {path.name}")
+        return 0
+    cases = active.CASES if device.type == "cuda" else active.SMALL
+    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    if not cases:
+        return _refuse("no case has such a name")
+    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
+    record["label"], record["cases"] = "active", []
+    for case in cases:
+        started = time.perf_counter()
+        reference = getattr(torch, options.reference)
+        report = measure.run_case(case, active.IMPLEMENTATIONS, device, options.repeats, reference)
+        record["cases"].append(report)
+        path = results.save(record, options.out, kind="-active")
+        print(
+            f"{results.summary(report)}\n{active.ratios(report)}\n({time.perf_counter() - started:.0f} s)", flush=True
+        )
+    failures = [failure for report in record["cases"] for failure in measure.failed(report)]
+    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     records = [json.loads(path.read_text()) for path in options.files] or results.newest()
     if not records:
@@ -160,9 +217,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "run" and options.list:
         print("\n".join([case.title for case in CASES.values()] + [""] + [one.name for one in IMPLEMENTATIONS]))
         return 0
-    command = {"run": _run, "profile": _profile, "layers": _layers}[options.command]
-    if options.command == "layers" and options.tables:
-        command = _tables
+    commands = {"run": _run, "profile": _profile, "layers": _layers, "trainers": _trainers, "active": _active}
+    command = _tables if options.command == "layers" and options.tables else commands[options.command]
     return command(options, _record(options, arguments))
 
 

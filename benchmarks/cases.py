@@ -128,12 +128,16 @@ class Case:
     frozen: bool = False
     suite: str = "default"  # "quick" is part of "default"; "harness" runs by name only
     teacher: Head | None = None
+    peaked: bool = False  # logits as a trained model's; otherwise all of one size
 
     @property
     def name(self) -> str:
         unit_rows = WORKLOADS[self.workload].unit_rows
         units = f"{self.rows // unit_rows}x" if unit_rows else ""
-        return f"{self.workload}-{units}{self.length}/{self.head.name}{'/frozen' if self.frozen else ''}"
+        return (
+            f"{self.workload}-{units}{self.length}/{self.head.name}{'/frozen' if self.frozen else ''}"
+            + "/peaked" * self.peaked
+        )
 
     @property
     def distills(self) -> bool:
@@ -147,7 +151,10 @@ class Case:
     def title(self) -> str:
         shape = f"{self.rows} x {self.length} tokens, {self.scored:,} scored, H {self.head.hidden}, V {self.head.vocab}"
         teacher = f", teacher's H {self.teacher.hidden}" if self.teacher else ""
-        return f"{self.name}: {shape}{teacher}, {'frozen' if self.frozen else 'trainable'} head"
+        return (
+            f"{self.name}: {shape}{teacher}, {'frozen' if self.frozen else 'trainable'} head"
+            + ", peaked logits" * self.peaked
+        )
 
 
 SHAPES: tuple[tuple[str, Head, int, int, float, str], ...] = (
@@ -195,8 +202,36 @@ class Inputs:
         self.hidden.grad = self.weight.grad = None
 
 
+# Of peaked logits: how many candidates a token has, and the largest one's logit.
+CANDIDATES, HIGHEST = 16, 20.0
+
+
+def candidates(case: Case, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For every token: ids of its candidates, common ones more often (Zipf), their logits, and one drawn of them.
+
+    From token to token the candidates' logits fall off at rates of a log-normal distribution, so that some tokens are
+    certain and some are not: mean NLL near 1.
+    """
+    shape = (case.rows, case.length, CANDIDATES)
+    ids = (
+        (case.head.vocab ** torch.rand(shape, generator=generator, device=device)).long().clamp_(0, case.head.vocab - 1)
+    )
+    rate = torch.exp(0.7 + torch.randn((*shape[:2], 1), generator=generator, device=device))
+    logits = (HIGHEST - rate * torch.arange(CANDIDATES, device=device)).clamp_min_(0)
+    drawn = torch.multinomial(torch.softmax(logits, -1).flatten(0, 1), 1, generator=generator).view(*shape[:2], 1)
+    return ids, logits, ids.gather(-1, drawn).squeeze(-1)
+
+
+def pointing(weight: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+    """Hidden states whose logits at `ids` are about `logits`, elsewhere about normal: rows of `weight` have norm 1."""
+    return torch.stack([z.unsqueeze(1).bmm(weight[i]).squeeze(1) for z, i in zip(logits, ids, strict=True)])
+
+
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Inputs:
-    """Random data: ``hidden ~ N(0, 1)``, ``weight ~ N(0, 1 / H)``; a reference is near the policy, a teacher is not."""
+    """Random data: ``hidden ~ N(0, 1)``, ``weight ~ N(0, 1 / H)``; a reference is near the policy, a teacher is not.
+
+    With peaked logits a hidden state points at its candidates, and a teacher's at the same ones.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     head, scale = case.head, case.head.hidden**-0.5
 
@@ -206,14 +241,20 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
     hidden = normal(case.rows, case.length, head.hidden)
     weight = normal(head.vocab, head.hidden).mul_(scale)
     target = torch.randint(0, head.vocab, (case.rows, case.length), generator=generator, device=device)
+    if case.peaked:
+        ids, logits, target = candidates(case, generator, device)
+        hidden = pointing(weight, ids, logits)
     target[:, : int(case.prompt * case.length)] = IGNORE_INDEX
     inputs = Inputs(
         hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not case.frozen), target, target.cpu()
     )
     if case.teacher is not None:
         wide = case.teacher.hidden
-        inputs.reference_hidden = normal(case.rows, case.length, wide).to(dtype)
-        inputs.reference_weight = normal(case.teacher.vocab, wide).mul_(wide**-0.5).to(dtype)
+        of_teacher = normal(case.rows, case.length, wide)
+        teacher = normal(case.teacher.vocab, wide).mul_(wide**-0.5)
+        if case.peaked:
+            of_teacher = pointing(teacher, ids, logits + normal(*logits.shape))
+        inputs.reference_hidden, inputs.reference_weight = of_teacher.to(dtype), teacher.to(dtype)
     elif WORKLOADS[case.workload].reference:
         inputs.reference_hidden = (hidden + 0.1 * normal(*hidden.shape)).to(dtype)
         inputs.reference_weight = (weight + 0.1 * scale * normal(*weight.shape)).to(dtype)

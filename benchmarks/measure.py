@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses import record_active_vocabulary
 from liger_losses.cli.measuring import milliseconds
 
 from .cases import IGNORE_INDEX, Case, Inputs, make_inputs
@@ -88,7 +89,13 @@ def prepare(
     device, budget = inputs.hidden.device, row["memory_budget"]
     row["predicted_bytes"] = implementation.predict(case, budget) if implementation.predict is not None else None
     step = implementation.build(case, inputs, budget)
-    row["errors"] = check(step, implementation, inputs, true)
+    with record_active_vocabulary() as left_out:
+        row["errors"] = check(step, implementation, inputs, true)
+    if left_out.tiles:
+        row["active"] = {
+            "share": left_out.share.item(), "dropped_mean": left_out.dropped_mean.item(),
+            "dropped_max": left_out.dropped_max.item(), "tiles": left_out.tiles, "whole_tiles": left_out.whole_tiles,
+        }  # fmt: skip
     if not within(row["errors"], bound):
         row["status"] = "outside the error bound"
         if implementation.ours:

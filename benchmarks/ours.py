@@ -132,7 +132,7 @@ def peers_budget(extra: Mapping[str, int]) -> int:
     return extra.get("liger-kernel, compiled", DEFAULT_BUDGET)
 
 
-def _row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
+def row(name: str, options: dict[str, Any], **fields: Any) -> Implementation:
     fields.setdefault("applies", does(*FUSED))
     fields.update(logprobs=partial(_logprobs, options), predict=partial(predicted_extra, options))
     return Implementation(name, partial(_build, options), "liger_losses.losses", ours=True, **fields)
@@ -144,15 +144,15 @@ _AS_LIGER: dict[str, Any] = {"budget": peers_budget, "applies": does(*BETAS, fro
 _SMALL: dict[str, Any] = {"budget": minimum_budget, "applies": does("ce", "dpo", frozen=False)}
 
 OURS = (
-    _row("ours (fp32 logits)", {"logits_dtype": "float32"}),
-    _row("ours (bf16 logits)", {"logits_dtype": "input"}),
+    row("ours (fp32 logits)", {"logits_dtype": "float32"}),
+    row("ours (bf16 logits)", {"logits_dtype": "input"}),
     # A frozen head has no [V, H] accumulator to save: its default already is the small one.
-    _row("ours (cached, fp32)", {"strategy": "cached"}, applies=_SEPARABLE),
-    _row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=_SEPARABLE),
-    _row("ours (liger-kernel's memory, fp32)", {"logits_dtype": "float32"}, **_AS_LIGER),
-    _row("ours (liger-kernel's memory, bf16)", {"logits_dtype": "input"}, **_AS_LIGER),
-    _row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
-    _row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
+    row("ours (cached, fp32)", {"strategy": "cached"}, applies=_SEPARABLE),
+    row("ours (cached, bf16)", {"strategy": "cached", "logits_dtype": "input"}, applies=_SEPARABLE),
+    row("ours (liger-kernel's memory, fp32)", {"logits_dtype": "float32"}, **_AS_LIGER),
+    row("ours (liger-kernel's memory, bf16)", {"logits_dtype": "input"}, **_AS_LIGER),
+    row("ours (min memory, fp32)", {"strategy": "recompute"}, **_SMALL),
+    row("ours (min memory, bf16)", {"strategy": "recompute", "logits_dtype": "input"}, **_SMALL),
 )
 
 # Peers first: the memory budget of the last row is a share of what TRL was measured to need.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         linear_logprobs,
         linear_topk_logprobs,
         logit_statistics,
+        record_active_vocabulary,
     )
     from liger_losses.chunked.planner import plan
     from liger_losses.modules import (
@@ -76,6 +77,7 @@ __all__ = [
     "logit_statistics",
     "losses",
     "plan",
+    "record_active_vocabulary",
     "testing",
 ]
 
@@ -110,6 +112,7 @@ _HOMES: dict[str, str | None] = {
     "logit_statistics": "liger_losses.chunked",
     "losses": None,
     "plan": "liger_losses.chunked.planner",
+    "record_active_vocabulary": "liger_losses.chunked",
     "testing": None,
 }
 

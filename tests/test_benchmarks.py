@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import layers, measure, results
+from benchmarks import active, layers, measure, results, stand_ins, trainers
 from benchmarks.__main__ import main
-from benchmarks.cases import CASES, WORKLOADS, Case, Inputs, make_inputs
+from benchmarks.cases import CASES, WORKLOADS, Case, Head, Inputs, make_inputs
 from benchmarks.distillation import whole_logits
 from benchmarks.implementations import NAIVE, PEERS, Implementation, Step, from_logprobs, full_logprobs
 from benchmarks.oracle import errors, relative_error, truth
@@ -190,6 +190,40 @@ def test_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["layers", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
 
 
+def test_the_active_vocabulary_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["active", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert [report["case"] for report in record["cases"]] == [case.name for case in active.SMALL]
+    for report in record["cases"]:
+        exact, auto, number = report["rows"]
+        assert "active" not in exact
+        assert number["active"]["dropped_mean"] <= number["active"]["dropped_max"]
+        assert all(row["active"]["share"] > 0 for row in (auto, number))
+    assert "x exact" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    assert main(["report", str(path), "--page", str(page)]) == 0
+    assert "of the columns" in page.read_text()
+    assert main(["active", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
+
+
+def test_the_crossover_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["active", "--crossover", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert [row["share"] for row in json.loads(path.read_text())["crossover"]] == list(active.SHARES)
+    assert "of the columns" in capsys.readouterr().out
+
+
+def test_peaked_logits_are_peaked() -> None:
+    case = Case("ce", Head("wide", 1024, 3001), 1, 40, peaked=True)
+    inputs = make_inputs(case, CPU, dtype=torch.float32)
+    p = torch.softmax(inputs.hidden @ inputs.weight.T, -1)
+    assert p.topk(16, -1).values.sum(-1).mean() > 0.9
+    assert p.gather(-1, inputs.target.unsqueeze(-1)).log().mean() > -5
+    again = make_inputs(case, CPU, dtype=torch.float32)
+    assert torch.equal(inputs.hidden, again.hidden)
+
+
 def test_a_wrong_layer_of_ours_is_not_timed() -> None:
     wrong = layers.Implementation(
         "wrong", {"swiglu": lambda: lambda gate, up: 1.02 * layers._hf_swiglu(gate, up)}, ours=True
@@ -197,6 +231,46 @@ def test_a_wrong_layer_of_ours_is_not_timed() -> None:
     (row,) = layers.run_case(layers.TINY[1], [wrong], CPU, repeats=1)["rows"]
     assert row["status"] == "outside the error bound"
     assert "ms" not in row
+
+
+def test_trainers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    assert main(["trainers", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert [report["case"] for report in record["trainers"]] == [case.name for case in trainers.QUICK]
+    for report in record["trainers"]:
+        own = next(row for row in report["rows"] if row["implementation"] == "TRL")
+        for row in report["rows"]:
+            assert row["status"] == "ok"
+            assert row["loss"] == pytest.approx(own["loss"], rel=1e-4)
+            assert row["grad_norm"] == pytest.approx(own["grad_norm"], rel=1e-4)
+            assert row["tokens_per_second"] == pytest.approx(4 * 24 * 1000 / row["ms"])
+    assert "ours passed every gate" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    assert main(["report", str(path), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert all(f"### {case.title}" in text for case in trainers.QUICK)
+    assert main(["trainers", "--device", "cpu", "--case", "nothing", "--out", str(tmp_path)]) == 2
+
+
+def test_a_wrong_trainer_of_ours_is_flagged() -> None:
+    own = {"implementation": "TRL", "loss": 1.0, "grad_norm": 2.0}
+    assert trainers._near({"loss": 1.02, "grad_norm": 2.0}, own)
+    assert not trainers._near({"loss": 1.0, "grad_norm": 2.2}, own)
+    rows = [{**own, "status": "ok"}, {"implementation": "fuse_trainer", "status": "out of memory"}]
+    assert trainers.failed({"case": "dpo", "rows": rows}) == ["dpo: fuse_trainer"]
+
+
+def test_stand_ins() -> None:
+    rows = stand_ins.Rows.from_list([{"a": 1}, {"a": 5}])
+    more = rows.map(lambda row, by: {"b": row["a"] * by}, fn_kwargs={"by": 2}, num_proc=4)
+    assert more.column_names == ["a", "b"]
+    assert list(more.filter(lambda row: row["b"] > 2, desc="some")) == [{"a": 5, "b": 10}]
+    with pytest.raises(ModuleNotFoundError, match=r"pandas\.DataFrame is a stand-in"):
+        stand_ins._StandIn("pandas").DataFrame()
+    if not stand_ins._missing("datasets") and not stand_ins._missing("pyarrow") and not stand_ins._missing("pandas"):
+        assert stand_ins.install() == []
 
 
 def test_suites() -> None:

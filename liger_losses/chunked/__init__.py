@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from ..kernels import Divergence
+from .active import ActiveVocabularyReport, record_active_vocabulary
 from .api import fused_linear_loss, linear_logprobs
 from .distillation import DistillationLoss, fused_linear_distillation, linear_divergence
 from .logits import logit_statistics
 from .loss import Loss
-from .planner import Plan, plan
+from .planner import plan
+from .problem import Plan
 from .tokens import ScoredTokens
 from .topk import linear_topk_logprobs
 
 __all__ = [
+    "ActiveVocabularyReport",
     "DistillationLoss",
     "Divergence",
     "Loss",
@@ -24,4 +27,5 @@ __all__ = [
     "linear_topk_logprobs",
     "logit_statistics",
     "plan",
+    "record_active_vocabulary",
 ]

@@ -32,6 +32,7 @@ def linear_logprobs(
     memory_budget: int | None = ...,
     logits_dtype: str = ...,
     strategy: str = ...,
+    active_vocab: float | str | None = ...,
 ) -> Tensor: ...
 
 
@@ -53,6 +54,7 @@ def linear_logprobs(
     memory_budget: int | None = ...,
     logits_dtype: str = ...,
     strategy: str = ...,
+    active_vocab: float | str | None = ...,
 ) -> dict[str, Tensor]: ...
 
 
@@ -73,6 +75,7 @@ def linear_logprobs(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """Per-token log-probabilities of `target` under a linear head, without the `[*, V]` logits.
 
@@ -109,6 +112,12 @@ def linear_logprobs(
         logits_dtype: `"float32"` (products of 16-bit inputs deliver fp32 logits) or `"input"` (rounded to the compute
             dtype: faster by a few per cent, log-probabilities off by about 1e-2).
         strategy: `"auto"`, `"cached"`, `"recompute"` or `"frozen"`; see `docs/design.md`.
+        active_vocab: take the two gradient products over those columns of the vocabulary that hold something, a tile of
+            tokens at a time, and over all others as one. None: over all, gradients are exact. `"auto"`: the others'
+            entries of `d logprob / d z` have a norm below that of the rounding of all entries to the products' dtype. A
+            number: none of them is larger in size. Values do not change. Here for gradients of log-probabilities alone,
+            in `fused_linear_loss` for those of any statistic but `mean_logprob`; not under torch.compile. See
+            `docs/active_vocabulary.md`, and `record_active_vocabulary` for what was left out.
 
     Returns:
         A tensor `[*]`, or a dict of them by name: fp32 (fp64 for fp64 inputs), `is_top1` bool.
@@ -132,7 +141,7 @@ def linear_logprobs(
     call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     call.read(HeadTensors(per_token(temperature), column_weights, positives), names)
     call.transform = make_transform(logit_scale, softcap, temperature)
-    values = token_values(call, names, wanted, strategy, memory_budget)
+    values = token_values(call, names, wanted, strategy, memory_budget, active_vocab)
     return values["logprob"] if statistics is None else values
 
 
@@ -155,6 +164,7 @@ def fused_linear_loss(
     strategy: str = "auto",
     max_units: int | None = None,
     token_statistics: tuple[str, ...] = (),
+    active_vocab: float | str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Any loss of per-token statistics, over a linear head, without the `[R, T, V]` logits.
 
@@ -176,8 +186,9 @@ def fused_linear_loss(
         max_units: at most so many units (tokens, sequences, pairs) share a tile of strategy `"immediate"`. The other
             strategies' tiles hold tokens, not units, and their size does not depend on it: named with one of them, it
             is refused.
-
         token_statistics: statistics `[R, T]` to hand back among the metrics, whether or not the loss reads them.
+        active_vocab: as in `linear_logprobs`. A loss that differentiates entropy or lse must be separable (by token,
+            sequence or pair): then the entries that are weighed are those of its own gradient.
 
     Returns:
         `(loss, metrics)`: a scalar, and the loss's detached metrics by name.
@@ -190,5 +201,5 @@ def fused_linear_loss(
         loss, hidden, weight, target, bias, inputs,
         given=given, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=max_units,
-        token_statistics=token_statistics,
+        token_statistics=token_statistics, active_vocab=active_vocab,
     )  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import LogitTransform
+from .active import ActiveVocabulary
+from .active_deferred import ActiveCall, ActiveFunction
 from .deferred import describe, forward, outside_autocast
 from .head import NAMES, Precision, check_head, choose_precision
 from .head_tensors import HeadTensors, check_differentiable_beside, check_head_tensors, make_transform
@@ -25,7 +27,8 @@ from .loss import (
     rows_per_unit,
 )
 from .operators import token_statistics as token_statistics_operator
-from .planner import Plan, make_plan
+from .planner import make_plan
+from .problem import Plan
 from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
 from .walk import TileWalk
 
@@ -35,6 +38,7 @@ class Call:
 
     tensors = HeadTensors()
     transform = LogitTransform()
+    active: ActiveVocabulary | None = None
 
     def __init__(
         self,
@@ -61,6 +65,15 @@ class Call:
         self.tensors = check_head_tensors(
             given, names, self.shape, self.weight.shape[0], self.weight.device, self.targets, self.ignore_index
         )
+
+    def choose_columns(self, active_vocab: object, differentiable: tuple[str, ...]) -> None:
+        """Check and take the rule by which columns enter the gradient products."""
+        self.active = ActiveVocabulary.of(active_vocab)
+        if self.active is not None and "mean_logprob" in differentiable:
+            raise ValueError(
+                f"active_vocab: got {active_vocab!r} for a loss that differentiates mean_logprob (label smoothing), "
+                "whose gradient is as large in every column; expected None"
+            )
 
     @property
     def targets(self) -> Tensor:
@@ -108,9 +121,15 @@ def per_token(temperature: float | Tensor) -> Tensor | None:
 
 
 def token_values(
-    call: Call, names: tuple[str, ...], wanted: tuple[str, ...], strategy: str, memory_budget: int | None
+    call: Call,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    strategy: str,
+    memory_budget: int | None,
+    active_vocab: float | str | None,
 ) -> dict[str, Tensor]:
     """Statistics of every position in the caller's shape, those of `wanted` with a gradient."""
+    call.choose_columns(active_vocab, wanted)
     if not wanted:
         call.needs = (False, False, False)
     values = _deferred(call, names, wanted, strategy, memory_budget)
@@ -135,6 +154,7 @@ def run_loss(
     strategy: str,
     max_units: int | None,
     token_statistics: tuple[str, ...],
+    active_vocab: float | str | None,
     head: tuple[str, str, str] = NAMES,  # of its tensors, in messages
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`fused_linear_loss`, whatever stands beside the head."""
@@ -160,6 +180,7 @@ def run_loss(
     call.transform = make_transform(logit_scale, softcap, temperature)
     differentiable = differentiable_statistics(loss)
     check_differentiable_beside(given.teacher, differentiable)
+    call.choose_columns(active_vocab, differentiable)
     scored = None if torch.compiler.is_compiling() else call.scored_tokens().to(hidden.device)
     mask = call.target_tensor() != ignore_index if scored is None else scored.mask
     inputs = prepared_inputs(loss, mask, inputs)
@@ -178,7 +199,7 @@ def run_loss(
         )  # fmt: skip
         if plan.strategy == "immediate":
             return _immediate(call, scored, plan, loss, token_statistics, inputs, totals)
-        values = _run(call, scored, names, differentiable, plan.strategy, memory_budget)
+        values = _run(call, scored, names, differentiable, plan, memory_budget)
     else:
         values = _deferred(call, names, differentiable, strategy, memory_budget)
     shaped = {
@@ -238,7 +259,7 @@ def _plan(
 ) -> Plan:
     problem = describe(
         call.hidden, call.weight, scored.row_counts, call.precision, call.needs, call.tensors.teacher,
-        only_logprob_grad=only_logprob(differentiable), **more,
+        only_logprob_grad=only_logprob(differentiable), active=call.active is not None, **more,
     )  # fmt: skip
     return make_plan(problem, strategy=strategy, memory_budget=memory_budget)
 
@@ -269,7 +290,7 @@ def _deferred(
 ) -> dict[str, Tensor]:
     if torch.compiler.is_compiling():
         resolved = _traced_strategy(call, differentiable, strategy)
-        return _run(call, None, names, differentiable, resolved, memory_budget)
+        return _operator(call, None, names, differentiable, resolved, memory_budget)
     scored = call.scored_tokens().to(call.hidden.device)
     plan = _plan(call, scored, differentiable, strategy, memory_budget)
     if not any(call.needs):
@@ -277,13 +298,13 @@ def _deferred(
         with outside_autocast(call.hidden.device):
             values, *_ = forward(_walk(call, scored, plan), names, call.needs, 0)
         return dict(zip(names, values, strict=True))
-    return _run(call, scored, names, differentiable, plan.strategy, memory_budget)
+    return _run(call, scored, names, differentiable, plan, memory_budget)
 
 
 def _walk(call: Call, scored: ScoredOnDevice, plan: Plan) -> TileWalk:
     bias = None if call.bias is None else call.bias.detach()
     hidden, weight = call.hidden.detach(), call.weight.detach()
-    return TileWalk(hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors)
+    return TileWalk(hidden, weight, bias, scored, call.transform, call.precision, plan, call.tensors, call.active)
 
 
 def _traced_strategy(call: Call, differentiable: tuple[str, ...], strategy: str) -> str:
@@ -299,6 +320,27 @@ def _traced_strategy(call: Call, differentiable: tuple[str, ...], strategy: str)
 
 
 def _run(
+    call: Call,
+    scored: ScoredOnDevice,
+    names: tuple[str, ...],
+    differentiable: tuple[str, ...],
+    plan: Plan,
+    memory_budget: int | None,
+) -> dict[str, Tensor]:
+    if not plan.problem.active or not differentiable:
+        return _operator(call, scored, names, differentiable, plan.strategy, memory_budget)
+    (one,) = differentiable
+    # What the walk is made of, without the caller's tensors: those autograd keeps, and checks.
+    transform, precision, active = call.transform, call.precision, call.active
+
+    def walk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tensors: HeadTensors) -> TileWalk:
+        return TileWalk(hidden, weight, bias, scored, transform, precision, plan, tensors, active)
+
+    work = ActiveCall(walk, call.tensors, names, one, call.needs)
+    return dict(zip(names, ActiveFunction.apply(call.hidden, call.weight, call.bias, work), strict=True))
+
+
+def _operator(
     call: Call,
     scored: ScoredOnDevice | None,
     names: tuple[str, ...],

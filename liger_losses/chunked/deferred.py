@@ -17,6 +17,7 @@ from ..kernels import (
     scaled_cast,
     tile_gradient,
 )
+from .active import TileGradient
 from .head import Precision
 from .head_tensors import logit_coefficients
 from .problem import Problem
@@ -56,12 +57,16 @@ def describe(
     return problem if teacher is None else teacher.describe(problem, precision)
 
 
-def _tile_ranges(count: int, rows: int) -> list[Ranges]:
+def tile_ranges(count: int, rows: int) -> list[Ranges]:
     return [((start, min(start + rows, count)),) for start in range(0, count, rows)]
 
 
 def forward(
-    walk: TileWalk, names: tuple[str, ...], needs: tuple[bool, bool, bool], cache_rows: int
+    walk: TileWalk,
+    names: tuple[str, ...],
+    needs: tuple[bool, bool, bool],
+    cache_rows: int,
+    active: list[TileGradient | None] | None = None,  # with an active vocabulary: receives what is kept of each tile
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     """Statistics at every position (zero where not scored), `lse`, the row factor of `G`, `G W` and `G`.
 
@@ -72,7 +77,7 @@ def forward(
     keep_gradient = plan.strategy == "cached" and (needs[1] or needs[2])
     emit = Emit.GRADIENT if keep_product or keep_gradient else Emit.NOTHING
     kept = walk.kept_hidden() if keep_product else _nothing(walk)
-    cache = walk.buffer(cache_rows, walk.precision.compute) if keep_gradient else None
+    cache = walk.buffer(cache_rows, walk.precision.compute) if keep_gradient and active is None else None
     if cache is not None:
         # While tracing the cache has room for every position; an operator's output is never left unwritten.
         cache[count:].zero_()
@@ -81,14 +86,28 @@ def forward(
     by_columns = not emit and 0 < plan.forward_columns < walk.vocab_size
     if by_columns:
         _fold_columns(walk, state)
-    for ranges in [] if by_columns else _tile_ranges(count, plan.tile_rows):
+    exact = walk.active is None
+    tiles = [] if by_columns else tile_ranges(count, plan.tile_rows)
+    room = plan.cache_bytes
+    for ranges, following in zip(tiles, [*tiles[1:], None], strict=False):
         start, stop = ranges[0]
-        gradient = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
-        part = state.narrow(start, stop - start)
-        walk.project(walk.tile(ranges), part, emit, gradient)
+        entries = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
+        part, tokens = state.narrow(start, stop - start), walk.tile(ranges)
+        walk.project(tokens, part, emit, entries)
+        if entries is None:
+            continue
+        gradient = TileGradient(entries) if exact else walk.gradient(entries, tokens, part.gradient_scale, following)
         if keep_product:
-            assert gradient is not None
             walk.hidden_product(gradient, kept, ranges)
+        if exact or active is None or not keep_gradient:
+            continue
+        if start == 0 and gradient.columns is None and plan.whole_cache:
+            # Logits this flat will not do with few columns: from here on as without an active vocabulary.
+            exact, cache, tile = True, walk.buffer(cache_rows, walk.precision.compute), None
+            cache[:stop] = entries
+            continue
+        active.append(gradient.kept(room))
+        room -= 0 if active[-1] is None else active[-1].entries.nbytes
     compact = walk.statistics(state)
     everything = ((0, count),)
 
@@ -164,7 +183,7 @@ def _finished_product(
         out = torch.empty(walk.weight.shape, dtype=compute, device=walk.hidden.device)
         return matmul(gradient.t(), scaled, out=out), None
     total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
-    total.add(gradient, hidden, factor)
+    total.add(TileGradient(gradient), hidden, factor)
     return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
 
 

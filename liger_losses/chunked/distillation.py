@@ -77,6 +77,7 @@ def linear_divergence(
     memory_budget: int | None = ...,
     logits_dtype: str = ...,
     strategy: str = ...,
+    active_vocab: float | str | None = ...,
 ) -> Tensor: ...
 
 
@@ -102,6 +103,7 @@ def linear_divergence(
     memory_budget: int | None = ...,
     logits_dtype: str = ...,
     strategy: str = ...,
+    active_vocab: float | str | None = ...,
 ) -> dict[str, Tensor]: ...
 
 
@@ -126,6 +128,7 @@ def linear_divergence(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """A divergence between student and teacher for each token, without the `[*, V]` logits of either.
 
@@ -150,7 +153,7 @@ def linear_divergence(
             probabilities; each row is normalised to sum to 1.
         divergence: which divergence, its temperature and the weights.
         statistics: names out of the table; None returns `distillation` itself.
-        ignore_index, memory_budget, strategy: as in `linear_logprobs`.
+        ignore_index, memory_budget, strategy, active_vocab: as in `linear_logprobs`.
         logits_dtype: `"float32"`, or `"input"`: both models' logits are rounded to the compute dtype. In bf16 that puts
             the gradient off by 8 % where the teacher is near the student (0.2 % from fp32 logits), for a few per cent
             of the time: a gradient of a divergence is a difference of near-equal distributions.
@@ -174,7 +177,7 @@ def linear_divergence(
     call.read(HeadTensors(teacher=teacher), names)
     call.transform = make_transform(logit_scale, softcap, 1.0)
     wanted = tuple(name for name in names if name == "distillation")
-    values = token_values(call, names, wanted, strategy, memory_budget)
+    values = token_values(call, names, wanted, strategy, memory_budget, active_vocab)
     return values["distillation"] if statistics is None else values
 
 
@@ -259,6 +262,7 @@ def fused_linear_distillation(
     strategy: str = "auto",
     max_units: int | None = None,
     token_statistics: tuple[str, ...] = (),
+    active_vocab: float | str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Distillation of a teacher into a student over their two heads, averaged over the scored tokens.
 
@@ -275,7 +279,7 @@ def fused_linear_distillation(
         num_items_in_batch: divides instead of the scored tokens: an int, or a tensor that need not be read.
         reduction: `"mean"` or `"sum"`.
         report: means to hand back, out of `divergence`, `logprob` (as `nll`), `entropy`, `teacher_entropy`.
-        memory_budget, strategy, max_units: as in `fused_linear_loss`; a unit is a token.
+        memory_budget, strategy, max_units, active_vocab: as in `fused_linear_loss`; a unit is a token.
         logits_dtype: as in `linear_divergence`: with `"input"` a bf16 gradient may be off by 8 %.
         token_statistics: per-token numbers to hand back among the metrics, names as in `linear_divergence`.
 
@@ -310,6 +314,6 @@ def fused_linear_distillation(
         loss, student_hidden, student_weight, target, student_bias, inputs,
         given=HeadTensors(teacher=teacher), ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=1.0, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, max_units=max_units,
-        token_statistics=token_statistics, head=_STUDENT,
+        token_statistics=token_statistics, head=_STUDENT, active_vocab=active_vocab,
     )  # fmt: skip
     return value, {name: m.reshape(shape) if name in token_statistics else m for name, m in metrics.items()}

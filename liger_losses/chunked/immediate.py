@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import DTYPES, Emit, RowState, differentiable_once, scaled_cast
+from .active import TileGradient
 from .deferred import finish_weight_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
@@ -144,10 +145,12 @@ class ImmediateFunction(torch.autograd.Function):
         factor = torch.zeros(hidden.shape[0], dtype=walk.precision.statistics, device=hidden.device)
         total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
         problem = walk.plan.problem
-        for group in group_units(
+        groups = group_units(
             walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units, problem.unit_rows
-        ):
-            coefficients = _group(walk, group, tiles, kept, total)
+        )
+        for group, following in zip(groups, [*groups[1:], None], strict=True):
+            first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
+            coefficients = _group(walk, group, tiles, kept, total, first)
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
         ctx.set_materialize_grads(False)
         ctx.needs = needs
@@ -171,36 +174,54 @@ class ImmediateFunction(torch.autograd.Function):
 
 
 def _group(
-    walk: TileWalk, group: UnitGroup, tiles: LossTiles, kept: Tensor | None, total: WeightGradient
+    walk: TileWalk,
+    group: UnitGroup,
+    tiles: LossTiles,
+    kept: Tensor | None,
+    total: WeightGradient,
+    following: Ranges | None,  # the first tile of the next group
 ) -> Coefficients:
-    """Walk one group of units: a single resident tile, or several of which all but the last are projected twice."""
+    """Walk one group of units: a single resident tile, or several of which all but the last are projected twice.
+
+    Of those, the ones of which only the active columns are multiplied keep them, and are not projected again.
+    """
     pieces = split_ranges(group.tokens, walk.plan.tile_rows)
     sizes = [sum(stop - start for start, stop in piece) for piece in pieces]
     state = walk.state(group.count, tiles.names)
     buffer = walk.buffer(max(sizes), walk.precision.compute)
     emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
-    done = 0
-    parts: list[tuple[Ranges, slice, State]] = []
-    for piece, size in zip(pieces, sizes, strict=True):
-        part = state.narrow(done, size)
-        walk.project(walk.tile(piece), part, emit, buffer[:size])
-        if kept is not None and tiles.only_logprob:
-            walk.hidden_product(buffer[:size], kept, piece)
-        parts.append((piece, slice(done, done + size), part))
+    done, room = 0, walk.plan.cache_bytes
+    parts: list[tuple[Ranges, slice, State, TileGradient | None]] = []
+    for piece, size, after in zip(pieces, sizes, [*pieces[1:], None], strict=True):
+        part, tile, gradient = state.narrow(done, size), walk.tile(piece), None
+        walk.project(tile, part, emit, buffer[:size])
+        if tiles.only_logprob:
+            again = after is None and any(earlier is None for *_, earlier in parts)
+            gradient = walk.gradient(
+                buffer[:size], tile, part.gradient_scale, None if again else following if after is None else after
+            )
+            if kept is not None:
+                walk.hidden_product(gradient, kept, piece)
+            if after is not None:
+                gradient = gradient.kept(room)
+                room -= 0 if gradient is None else gradient.entries.nbytes
+        parts.append((piece, slice(done, done + size), part, gradient))
         done += size
 
     coefficients = tiles.evaluate(group, walk.statistics(state))
     if tiles.only_logprob:
         coefficients = Coefficients(coefficients.factor * state.gradient_scale)
-    for piece, rows, part in reversed(parts):
-        gradient, tile = buffer[: rows.stop - rows.start], walk.tile(piece)
-        if rows.stop != group.count:
-            again = walk.state(gradient.shape[0], ())
-            walk.project(tile, again, emit, gradient)
+    befores = [part[0] for part in parts[:-1]]
+    for (piece, rows, part, gradient), before in zip(reversed(parts), [*reversed(befores), following], strict=True):
+        entries, tile = buffer[: rows.stop - rows.start], walk.tile(piece)
+        if rows.stop != group.count and gradient is None:
+            again_state = walk.state(entries.shape[0], ())
+            walk.project(tile, again_state, emit, entries)
         if not tiles.only_logprob:
             assert isinstance(part, RowState)
-            walk.combine(gradient, tile, part, coefficients.rows(rows))
+            walk.combine(entries, tile, part, coefficients.rows(rows))
+            gradient = walk.gradient(entries, tile, following=before)
             if kept is not None:
                 walk.hidden_product(gradient, kept, piece)
-        total.add(gradient, tile.hidden, coefficients.factor[rows])
+        total.add(TileGradient(entries) if gradient is None else gradient, tile.hidden, coefficients.factor[rows])
     return coefficients

@@ -7,20 +7,19 @@ are written out below as the buffers alive in them; the same sizes are what `wal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
+from .active import CROSSOVER, ActiveVocabulary
 from .head import check_logits_dtype
-from .problem import Problem
-from .tokens import SEPARABILITY, group_units
+from .problem import MIB, Plan, Problem
+from .tokens import SEPARABILITY, group_units, unit_sizes
 
 STRATEGIES = ("immediate", "cached", "recompute", "frozen")
 
 ROW_BLOCK = 128
 VOCAB_BLOCK = 128
-_MIB = 1 << 20
-
 # Rows a product of a gradient tile with the weight takes at a time, at most: on an H200 the rate rises up to here.
 PRODUCT_ROWS = 3072
 
@@ -33,52 +32,12 @@ _FULL_RATE_ROWS = 768
 _MOST_COLUMNS = 8192
 _LEAST_COLUMNS = 1024
 
+# Share of the vocabulary that is active, as far as memory is set aside for columns kept until the row factor is known.
+_ACTIVE_SHARE = 0.125
+
 # Floating-point operations a device does in the time it moves one byte (bf16 products against memory, H100/H200 class).
 # Only the order of two strategies' costs depends on it, and only where they are close.
 _FLOPS_PER_BYTE = 175
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a call will do. `gemms` counts products of `2 N H V` FLOPs over the scored tokens."""
-
-    problem: Problem
-    strategy: str
-    tile_rows: int  # rows of the gradient tile
-    logit_rows: int  # rows projected at a time
-    vocab_block: int  # columns a block, for "recompute"
-    gemms: float
-    workspace: int  # bytes
-    budget: int  # bytes
-    groups: int = 1
-    forward_columns: int = 0  # columns a tile of a walk without gradients; 0 or all of them: whole rows
-
-    @property
-    def predicted_peak(self) -> int:
-        """Workspace in bytes: the peak beyond inputs and returned gradients."""
-        return self.workspace
-
-    def explain(self) -> str:
-        """The decision in words, for people and bug reports."""
-        p = self.problem
-        what = {
-            "immediate": f"gradients formed while each of {self.groups} tile(s) is resident; fp32 [V, H] accumulator",
-            "cached": "the gradient of the logits is kept from forward to backward; no accumulator",
-            "recompute": f"logits recomputed in backward, {self.vocab_block} vocabulary columns at a time",
-            "frozen": "the head needs no gradient: the hidden gradient is formed in forward and scaled in backward",
-        }[self.strategy]
-        grads = [n for n, on in (("hidden", p.hidden_grad), ("weight", p.weight_grad), ("bias", p.bias_grad)) if on]
-        lines = [
-            f"strategy      {self.strategy}: {what}",
-            f"scored tokens {p.tokens:,} of {p.positions:,}; H {p.hidden_size:,}; V {p.vocab_size:,}; "
-            f"loss separable by {p.separability}{'; two heads' if p.two_heads else ''}",
-            f"gradients     {', '.join(grads) or 'none'}",
-            f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
-            f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
-            f"products      {self.gemms:.2f} of 2 N H V = {2e-12 * p.tokens * p.hidden_size * p.vocab_size:,.3f} TFLOP",
-            f"workspace     {self.workspace / _MIB:,.1f} MiB predicted, {self.budget / _MIB:,.1f} MiB allowed",
-        ]
-        return "\n".join(lines)
 
 
 def default_budget(problem: Problem) -> int:
@@ -86,14 +45,16 @@ def default_budget(problem: Problem) -> int:
 
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
     for tiles. Without: 1.1875 GiB, where larger tiles stop paying. For a second model: the logits of as many rows as
-    run at the full rate, 64 MiB, and what a visit to a tile takes beside.
+    run at the full rate, 64 MiB, and what a visit to a tile takes beside. With an active vocabulary: what its columns
+    take.
     """
     rows = min(_FULL_RATE_ROWS, problem.tokens)
-    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * _MIB) + problem.visit_bytes
+    room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * MIB) + problem.visit_bytes
+    room += problem.compaction_bytes(min(PRODUCT_ROWS, problem.tokens))
     if not problem.weight_grad:
-        return 1216 * _MIB + room
+        return 1216 * MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
-    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * _MIB + room
+    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * MIB + room
 
 
 def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:
@@ -115,7 +76,15 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
     # Without gradients (an evaluation of a module that names a strategy) every strategy is the same walk.
     free = strategy == "auto" or not problem.any_grad
     names = _candidates(problem) if free else [_allowed(problem, strategy)]
+    if not problem.any_grad:
+        problem = replace(problem, active=False)  # nothing to leave out
     budget = default_budget(problem) if memory_budget is None else memory_budget
+    if memory_budget is None and problem.active and problem.weight_grad and "immediate" not in names:
+        budget += problem.active_bytes(problem.tokens, _ACTIVE_SHARE)
+        if strategy == "cached":
+            # Named without a budget: it takes what it needs, should all columns be active.
+            tile = min(PRODUCT_ROWS, problem.tokens + ROW_BLOCK) * problem.padded_vocab * problem.compute_bytes
+            budget = max(budget, _exact_cached(problem, budget).workspace + tile)
     plans = [_BUILDERS[name](problem, budget) for name in names]
     fitting = [plan for plan in plans if plan.workspace <= budget]
     if not fitting:
@@ -135,15 +104,26 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
 def _candidates(p: Problem) -> list[str]:
     if not p.any_grad or (not p.weight_grad and not p.bias_grad and p.only_logprob_grad):
         return ["frozen"]
-    names = ["recompute"]
+    names = [] if p.active else ["recompute"]
     if p.only_logprob_grad:
         names.append("cached")
     if p.immediate_allowed and p.separability != "batch":
-        names.append("immediate")
+        # Of equals the first is taken: with an active vocabulary the one that keeps nothing.
+        names.insert(0 if p.active else len(names), "immediate")
+    if not names:
+        raise ValueError(
+            "active_vocab: got one for a loss that differentiates entropy or lse and is not known while a tile is "
+            "resident; expected None, or no gradient of those (fused_linear_loss has it for separable losses)"
+        )
     return names
 
 
 def _allowed(p: Problem, strategy: str) -> str:
+    if strategy == "recompute" and p.active:
+        raise ValueError(
+            "strategy: got 'recompute' with active_vocab, whose columns are chosen while a tile's are all resident; "
+            "expected another strategy, or active_vocab=None"
+        )
     if strategy == "immediate" and not p.immediate_allowed:
         raise ValueError(
             "strategy: got 'immediate', which needs a loss known while the tile is resident; expected 'cached', "
@@ -170,7 +150,7 @@ def _cost(plan: Plan) -> float:
     """Time in units of one product: the products themselves plus what is moved besides."""
     p = plan.problem
     moved = 0.0
-    if plan.strategy == "immediate" and p.weight_grad:
+    if plan.strategy == "immediate" and p.weight_grad and not p.active:
         moved = plan.groups * 2 * p.vocab_size * p.hidden_size * p.statistics_bytes
     elif plan.strategy == "recompute":
         blocks = -(-p.vocab_size // plan.vocab_block)
@@ -257,7 +237,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
 
     def plan_with(logit_rows: int) -> Plan:
         def workspace_of(rows: int) -> int:
-            forward = p.hidden_bytes + _tile_bytes(p, rows, logit_rows) + _fixed_bytes(p)
+            forward = p.hidden_bytes + _tile_bytes(p, rows, logit_rows) + _fixed_bytes(p) + p.compaction_bytes(rows)
             backward = p.hidden_bytes + p.returned_bytes
             return max(forward, backward) - p.returned_bytes
 
@@ -274,6 +254,40 @@ def _fast_rows(plan: Plan) -> tuple[bool, float, int]:
 
 
 def _plan_cached(p: Problem, budget: int) -> Plan:
+    return _active_cached(p, budget) if p.active else _exact_cached(p, budget)
+
+
+def _active_cached(p: Problem, budget: int) -> Plan:
+    """The active columns of every tile are kept, as far as there is room; other tiles are projected again.
+
+    Unless the first tile is multiplied whole, and so much can be kept: then everything is done as without.
+    """
+    accumulator = p.weight_grad * p.vocab_size * p.hidden_size * p.statistics_bytes
+    kept = p.hidden_grad * p.hidden_bytes
+
+    def workspace_of(rows: int, logit_rows: int) -> int:
+        tile = _tile_bytes(p, rows, logit_rows) + p.compaction_bytes(rows) + _fixed_bytes(p)
+        finishing = kept + accumulator + p.returned_bytes
+        return max(kept + accumulator + tile, finishing) - p.returned_bytes
+
+    def plan_with(logit_rows: int) -> Plan:
+        reserve = p.active_bytes(p.tokens, _ACTIVE_SHARE)
+        largest = _largest(lambda rows: workspace_of(rows, logit_rows) + reserve, budget, p)
+        rows = max(1, min(PRODUCT_ROWS, largest) // logit_rows) * logit_rows
+        needed = workspace_of(rows, logit_rows)
+        cache = max(0, min(budget - needed, p.active_bytes(p.tokens, CROSSOVER)))
+        whole = _exact_cached(p, budget).workspace + rows * p.padded_vocab * p.compute_bytes
+        once = 1.0 + p.teacher_gemms
+        gemms = once + p.hidden_grad + p.weight_grad + once * (whole > budget)
+        return Plan(
+            p, "cached", rows, logit_rows, p.vocab_size, gemms, max(needed + cache, whole * (whole <= budget)), budget,
+            cache_bytes=cache, whole_cache=whole <= budget,
+        )  # fmt: skip
+
+    return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
+
+
+def _exact_cached(p: Problem, budget: int) -> Plan:
     cache = p.tokens * p.padded_vocab * p.compute_bytes
     kept = p.hidden_grad * p.hidden_bytes
     scaled = p.weight_grad * (1 + (_tile_copies(p) > 1)) * p.tokens * p.hidden_size * p.compute_bytes
@@ -302,8 +316,15 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     accumulator = p.weight_grad * p.vocab_size * p.hidden_size * p.statistics_bytes
     kept = p.hidden_grad * p.hidden_bytes
 
+    longest = max(unit_sizes(p.row_counts, p.unit_rows), default=0) if p.separability in ("sequence", "pair") else 0
+
+    def reserve(rows: int) -> int:
+        """For the active columns of a unit's tiles, until its factors are known."""
+        return p.active * p.active_bytes(max(0, longest - rows), _ACTIVE_SHARE)
+
     def workspace_of(rows: int) -> int:
-        forward = accumulator + kept + _tile_bytes(p, rows, min(rows, logit_rows)) + _fixed_bytes(p)
+        tile = _tile_bytes(p, rows, min(rows, logit_rows)) + p.compaction_bytes(rows) + reserve(rows)
+        forward = accumulator + kept + tile + _fixed_bytes(p)
         backward = accumulator + kept + p.returned_bytes
         return max(forward, backward) - p.returned_bytes
 
@@ -311,11 +332,19 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     groups = group_units(_rows_or_one(p), p.separability, capacity, p.max_units, p.unit_rows)
     largest = max(group.count for group in groups)
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
+    if p.active and largest > rows > logit_rows:
+        rows -= rows % logit_rows  # whole projections: every tile of a unit is one of many
     again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
     once = 1.0 + p.teacher_gemms
     gemms = once + p.hidden_grad + p.weight_grad + once * again / max(1, p.tokens)
     logit_rows = min(rows, logit_rows)
-    return Plan(p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace_of(rows), budget, len(groups))
+    workspace, cache = workspace_of(rows), reserve(rows)
+    if cache:
+        more = max(0, min(budget - workspace, p.active_bytes(longest - rows, CROSSOVER) - cache))
+        workspace, cache = workspace + more, cache + more
+    return Plan(
+        p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace, budget, len(groups), cache_bytes=cache
+    )
 
 
 def _streamed(count: int, rows: int) -> int:
@@ -372,6 +401,7 @@ def plan(
     teacher_hidden_size: int | None = None,
     memory_budget: int | None = None,
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
 ) -> Plan:
     """The plan of a `fused_linear_loss` with these shapes, without calling it.
 
@@ -384,7 +414,7 @@ def plan(
         separability: of the loss: `"token"`, `"sequence"`, `"pair"`, `"batch"`.
         trainable_head, trainable_hidden: whether the weight and the hidden states need gradients.
         teacher_hidden_size: of a second model's head over the same vocabulary, for distillation.
-        memory_budget: bytes beyond inputs and returned gradients. strategy: as in `fused_linear_loss`.
+        memory_budget: bytes beyond inputs and returned gradients. strategy, active_vocab: as in `fused_linear_loss`.
 
     Returns:
         A `Plan`; `plan.explain()` says it in words, `plan.workspace` is the predicted peak in bytes.
@@ -435,6 +465,7 @@ def plan(
         separability=separability,
         row_counts=counts,
         unit_rows=2 if separability == "pair" else 1,
+        active=ActiveVocabulary.of(active_vocab) is not None,
     )
     if teacher_hidden_size is not None:
         problem = problem.beside_head(vocab_size, teacher_hidden_size, size, vocab_size=vocab_size)

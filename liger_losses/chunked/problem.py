@@ -1,8 +1,12 @@
-"""The shapes of one call, and the bytes and products that follow from them."""
+"""The shapes of one call, the bytes and products that follow from them, and what a plan says of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from .active import CROSSOVER, PANEL
+
+MIB = 1 << 20
 
 
 def padded_columns(vocab_size: int) -> int:
@@ -34,6 +38,7 @@ class Problem:
     row_counts: tuple[int, ...] = ()
     max_units: int | None = None
     unit_rows: int = 1  # rows of one unit
+    active: bool = False  # gradient products over the active columns alone
     two_heads: bool = False  # a second model's logits lie beside each tile: what it adds, in bytes
     teacher_row_bytes: int = 0  # a row projected at a time: its logits, and a copy of what they are made of
     teacher_column_bytes: int = 0  # a token and column of a vocabulary block
@@ -67,6 +72,20 @@ class Problem:
     def returned_weight(self) -> int:
         return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
 
+    def compaction_bytes(self, rows: int) -> int:
+        """What an active vocabulary adds to a tile, at most: its columns, what they are multiplied with, a product in
+        fp32, the sums that chose them, and the hidden rows of the tile that is projected meanwhile."""
+        if not self.active:
+            return 0
+        panel = min(PANEL, self.vocab_size) * self.hidden_size * (self.compute_bytes + self.statistics_bytes)
+        product = rows * self.hidden_size * (self.statistics_bytes + self.compute_bytes)
+        cuts = 2 * self.vocab_size.bit_length() + 8
+        return self.active_bytes(rows, CROSSOVER) + panel + product + cuts * self.vocab_size * 5
+
+    def active_bytes(self, rows: int, share: float) -> int:
+        """`G` of the active columns of `rows` tokens, where they are `share` of the vocabulary."""
+        return rows * int(share * self.vocab_size + 64) * self.compute_bytes
+
     @property
     def hidden_bytes(self) -> int:
         return self.positions * self.hidden_size * self.compute_bytes
@@ -96,3 +115,52 @@ class Problem:
             teacher_fixed_bytes=vocab_size * hidden_size * self.compute_bytes * cast_weight,
             teacher_gemms=columns * hidden_size / (self.vocab_size * self.hidden_size),
         )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will do. `gemms` counts products of `2 N H V` FLOPs over the scored tokens."""
+
+    problem: Problem
+    strategy: str
+    tile_rows: int  # rows of the gradient tile
+    logit_rows: int  # rows projected at a time
+    vocab_block: int  # columns a block, for "recompute"
+    gemms: float
+    workspace: int  # bytes
+    budget: int  # bytes
+    groups: int = 1
+    forward_columns: int = 0  # columns a tile of a walk without gradients; 0 or all of them: whole rows
+    cache_bytes: int = 0  # of tiles' active columns, at most, that are kept until the row factor is known
+    whole_cache: bool = False  # with an active vocabulary: whether there is room to keep all of `G`
+
+    @property
+    def predicted_peak(self) -> int:
+        """Workspace in bytes: the peak beyond inputs and returned gradients."""
+        return self.workspace
+
+    def explain(self) -> str:
+        """The decision in words, for people and bug reports."""
+        p = self.problem
+        what = {
+            "immediate": f"gradients formed while each of {self.groups} tile(s) is resident; fp32 [V, H] accumulator",
+            "cached": "the gradient of the logits is kept from forward to backward; no accumulator",
+            "recompute": f"logits recomputed in backward, {self.vocab_block} vocabulary columns at a time",
+            "frozen": "the head needs no gradient: the hidden gradient is formed in forward and scaled in backward",
+        }[self.strategy]
+        grads = [n for n, on in (("hidden", p.hidden_grad), ("weight", p.weight_grad), ("bias", p.bias_grad)) if on]
+        lines = [
+            f"strategy      {self.strategy}: {what}",
+            f"scored tokens {p.tokens:,} of {p.positions:,}; H {p.hidden_size:,}; V {p.vocab_size:,}; "
+            f"loss separable by {p.separability}{'; two heads' if p.two_heads else ''}",
+            f"gradients     {', '.join(grads) or 'none'}",
+            f"tile          {self.tile_rows:,} rows, {self.logit_rows:,} projected at a time "
+            f"({p.logits_bytes * 8}-bit logits, {p.compute_bytes * 8}-bit products)",
+            f"products      {self.gemms:.2f} of 2 N H V = {2e-12 * p.tokens * p.hidden_size * p.vocab_size:,.3f} TFLOP",
+            f"workspace     {self.workspace / MIB:,.1f} MiB predicted, {self.budget / MIB:,.1f} MiB allowed",
+        ]
+        if p.active:
+            lines.append(
+                "active vocab  gradient products over the active columns: products and workspace are upper bounds"
+            )
+        return "\n".join(lines)

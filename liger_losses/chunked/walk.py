@@ -14,6 +14,7 @@ from ..kernels import (
     LogitTransform,
     RowState,
     TeacherTile,
+    add_rows,
     bernoulli_tile,
     divergence_tile,
     fold_tile,
@@ -21,10 +22,11 @@ from ..kernels import (
     scaled_cast,
     tile_gradient,
 )
+from .active import ActiveVocabulary, Selection, TileGradient
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
-from .planner import PRODUCT_ROWS, Plan
-from .problem import padded_columns
+from .planner import PRODUCT_ROWS
+from .problem import Plan, padded_columns
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
 
@@ -77,31 +79,52 @@ class WeightGradient:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.unit: Tensor | None = None
+        self._tails: dict[str, list[tuple[Tensor, Tensor]]] = {"weight": [], "bias": []}
 
     def add(
         self,
-        gradient: Tensor,  # [n, V] G
+        gradient: TileGradient,  # G
         hidden: Tensor,  # [n, H]
         factor: Tensor,  # [n]
     ) -> None:
-        if gradient.shape[0] == 0:
+        if hidden.shape[0] == 0:
             return
         if self._precision.compute == torch.float16:
             factor = self._relative(factor)
         if self._want_weight:
-            self.weight = self._accumulate(
-                self.weight, gradient, scaled_cast(hidden, factor, hidden.dtype), self._shape
-            )
+            scaled = scaled_cast(hidden, factor, hidden.dtype)
+            self.weight = self._accumulate("weight", self.weight, gradient, scaled, self._shape)
         if self._want_bias:
-            column = factor.to(gradient.dtype).unsqueeze(-1)
-            self.bias = self._accumulate(self.bias, gradient, column, (self._shape[0], 1))
+            column = factor.to(gradient.entries.dtype).unsqueeze(-1)
+            self.bias = self._accumulate("bias", self.bias, gradient, column, (self._shape[0], 1))
 
-    def _accumulate(self, total: Tensor | None, gradient: Tensor, right: Tensor, shape: tuple[int, int]) -> Tensor:
+    def _accumulate(
+        self, name: str, total: Tensor | None, gradient: TileGradient, right: Tensor, shape: tuple[int, int]
+    ) -> Tensor:
+        wide, device = self._precision.statistics, right.device
+        if gradient.columns is None:
+            if total is None:
+                # The first product writes the sum: nothing to zero, nothing to read.
+                empty = torch.empty(shape, dtype=wide, device=device)
+                return matmul(gradient.entries.t(), right, out=empty)
+            return matmul(gradient.entries.t(), right, out=total, accumulate=True)
         if total is None:
-            # The first product writes the sum: nothing to zero, nothing to read.
-            empty = torch.empty(shape, dtype=self._precision.statistics, device=right.device)
-            return matmul(gradient.t(), right, out=empty)
-        return matmul(gradient.t(), right, out=total, accumulate=True)
+            total = torch.zeros(shape, dtype=wide, device=device)
+        for ids, entries, tail in gradient.panels():
+            part = torch.empty(entries.shape[1], shape[1], dtype=wide, device=device)
+            add_rows(total, ids, matmul(entries.t(), right, out=part))
+            if tail is not None:
+                assert gradient.profile is not None
+                self._tails[name].append((gradient.profile, part[tail].clone()))
+        return total
+
+    def _with_tails(self, name: str, total: Tensor | None) -> Tensor | None:
+        """The tails' parts are of rank one each: all tiles' in one visit to the sum."""
+        if total is not None and self._tails[name]:
+            profiles, sums = (torch.stack(parts) for parts in zip(*self._tails[name], strict=True))
+            total.addmm_(profiles.t(), sums)
+            self._tails[name].clear()
+        return total
 
     def _relative(self, factor: Tensor) -> Tensor:
         unit = power_of_two_at_least(factor)
@@ -110,6 +133,9 @@ class WeightGradient:
             for total in (self.weight, self.bias):
                 if total is not None:
                     total.mul_(self.unit / unit)
+            for tails in self._tails.values():
+                for _, part in tails:
+                    part.mul_(self.unit / unit)
         self.unit = unit
         return factor / unit
 
@@ -119,8 +145,9 @@ class WeightGradient:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=self._precision.statistics, device=device)
 
-        weight = zeros(*self._shape) if self.weight is None and self._want_weight else self.weight
-        bias = zeros(self._shape[0], 1) if self.bias is None and self._want_bias else self.bias
+        weight, bias = self._with_tails("weight", self.weight), self._with_tails("bias", self.bias)
+        weight = zeros(*self._shape) if weight is None and self._want_weight else weight
+        bias = zeros(self._shape[0], 1) if bias is None and self._want_bias else bias
         return weight, bias, self.unit
 
 
@@ -169,6 +196,7 @@ class TileWalk:
         precision: Precision,
         plan: Plan,
         tensors: HeadTensors,
+        active: ActiveVocabulary | None = None,
     ) -> None:
         self.hidden = hidden
         self.weight = weight.to(precision.compute)
@@ -180,6 +208,8 @@ class TileWalk:
         self.transform = transform if temperature is None else replace(transform, temperature=temperature)
         self.precision = precision
         self.plan = plan
+        self.active = active
+        self._ahead: TokenTile | None = None  # whose first logits are in the buffer already
         self._logits: Tensor | None = None
         self._teacher_logits: Tensor | None = None
 
@@ -211,6 +241,9 @@ class TileWalk:
     def tile(self, ranges: Ranges) -> TokenTile:
         """The tokens of compact `ranges`."""
 
+        if self._ahead is not None and self._ahead.ranges == ranges:
+            return self._ahead
+
         def gather(values: Tensor) -> Tensor:
             return self.scored.gather(values, ranges)
 
@@ -231,9 +264,11 @@ class TileWalk:
         gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
     ) -> None:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
+        ahead, self._ahead = self._ahead is tile, None
         for rows, piece in tile.slices(self.plan.logit_rows):
             logits = self._logits_buffer(rows.stop - rows.start)
-            matmul(piece.hidden, self.weight.t(), out=logits)
+            if rows.start or not ahead:
+                matmul(piece.hidden, self.weight.t(), out=logits)
             part = state.narrow(rows.start, rows.stop - rows.start)
             self.fold(logits, piece, part, emit, None if gradient is None else gradient[rows])
 
@@ -316,18 +351,46 @@ class TileWalk:
             probability_scale=state.gradient_scale,
         )
 
-    def hidden_product(self, gradient: Tensor, kept: Tensor, ranges: Ranges) -> None:
+    def project_ahead(self, ranges: Ranges) -> None:
+        """Start on the tile that `project` will be asked for next: its first logits, while their buffer is free."""
+        tile = self.tile(ranges)
+        for rows, piece in tile.slices(self.plan.logit_rows)[:1]:
+            matmul(piece.hidden, self.weight.t(), out=self._logits_buffer(rows.stop - rows.start))
+            self._ahead = tile
+
+    def gradient(
+        self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
+    ) -> TileGradient:
+        """What the products of a tile multiply, given its `G` `[n, V]` up to a `scale` per row.
+
+        With an active vocabulary the host learns here how many columns there are. It does while the device projects
+        the tile at `following`, which `project` is to be asked for next.
+        """
+        if self.active is None or entries.shape[0] == 0:
+            return TileGradient(entries)
+        labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
+        selection = Selection(self.active, entries, scale, tile.target if labelled else None)
+        if following is not None:
+            self.project_ahead(following)
+        return selection.gradient()
+
+    def hidden_product(self, gradient: TileGradient, kept: Tensor, ranges: Ranges) -> None:
         """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""
-        if gradient.shape[0] == 0:
+        entries = gradient.entries
+        if entries.shape[0] == 0:
             return
-        for piece, rows in zip(
-            split_ranges(ranges, PRODUCT_ROWS), _slices(gradient.shape[0], PRODUCT_ROWS), strict=True
-        ):
-            if self.scored.index is None and len(piece) == 1:
-                matmul(gradient[rows], self.weight, out=kept[slice(*piece[0])])
-                continue
-            product = torch.empty(rows.stop - rows.start, kept.shape[1], dtype=kept.dtype, device=kept.device)
-            self.scored.scatter(matmul(gradient[rows], self.weight, out=product), kept, piece)
+        step = PRODUCT_ROWS if gradient.columns is None else entries.shape[0]
+        for piece, rows in zip(split_ranges(ranges, step), _slices(entries.shape[0], step), strict=True):
+            direct = self.scored.index is None and len(piece) == 1
+            out = kept[slice(*piece[0])] if direct else torch.empty(
+                rows.stop - rows.start, kept.shape[1], dtype=kept.dtype, device=kept.device
+            )  # fmt: skip
+            if gradient.columns is None:
+                matmul(entries[rows], self.weight, out=out)
+            else:
+                gradient.product(self.weight, out, self.precision.statistics)
+            if not direct:
+                self.scored.scatter(out, kept, piece)
 
     def kept_hidden(self) -> Tensor:
         """Room for `G W` of every position; positions that are not scored stay zero."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..chunked.planner import STRATEGIES, Plan, _cost, plan
+from ..chunked.planner import STRATEGIES, _cost, plan
+from ..chunked.problem import Plan
 from .gpus import Gpu
 from .models import Head
 from .workloads import Workload

@@ -38,7 +38,8 @@ def check(layer: Any, model: str) -> None:
     from peft.tuners import lora
 
     kind = type(layer)
-    if not isinstance(layer, lora.Linear):
+    quantised = kind.__module__ == "peft.tuners.lora.bnb" and isinstance(layer, lora.LoraLayer)
+    if not isinstance(layer, lora.Linear) and not quantised:
         raise ValueError(
             f"the head of {model} is a {kind.__module__}.{kind.__qualname__}: of the adapters on a head only LoRA and "
             "DoRA are known to the fused loss, another would be left out of it and never trained; take the head out "
@@ -81,7 +82,7 @@ def widen(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tu
     `m_v / ||W_v + s B_v A||`, the norm being a constant to its gradient (https://arxiv.org/abs/2402.09353, 4.3).
 
     Args:
-        layer: A `peft.tuners.lora.Linear` that `check` has let pass.
+        layer: A `peft.tuners.lora.Linear`, or one around a layer of bitsandbytes, that `check` has let pass.
         hidden: `[*, H]`; weight: `[V, H]`; bias: `[V]` or None.
 
     Returns:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from liger_losses.integrations import _adapters
+from liger_losses.integrations import _adapters, _quantised
 from liger_losses.integrations._adapters import gathered
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -70,6 +70,19 @@ class OutputHead:
     adapter: Any = None  # peft.tuners.lora.Linear
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """`(V, H)`, of which a packed weight says nothing."""
+        if _quantised.is_quantised(self.linear):
+            return self.linear.out_features, self.linear.in_features
+        return self.linear.weight.shape[0], self.linear.weight.shape[1]
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """`W` as one plain tensor, in its own dtype; a quantised one in `dtype`."""
+        if _quantised.is_quantised(self.linear):
+            return _quantised.unpacked(self.linear, dtype)
+        return gathered(self.linear.weight)
+
+    @property
     def trainable(self) -> bool:
         """Whether anything that the head's product reads takes a gradient."""
         layer = self.linear if self.adapter is None else self.adapter
@@ -77,7 +90,9 @@ class OutputHead:
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(x, W, b)` whose `x W^T + b` is what the head makes of `hidden`: with LoRA, wider by the adapters' ranks."""
-        weight = gathered(self.linear.weight)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        weight = self.weight(dtype)
         bias = None if self.linear.bias is None else gathered(self.linear.bias)
         return (hidden, weight, bias) if self.adapter is None else _adapters.widen(self.adapter, hidden, weight, bias)
 
@@ -88,8 +103,9 @@ def output_head(model: Any) -> OutputHead:
     A head kept whole by PEFT's `modules_to_save` is resolved to the copy that the model's own forward would call.
 
     Raises:
-        ValueError: The head is missing, carries an adapter of another kind, is quantised, or keeps its weight
-            elsewhere: its weight alone would not give the model's logits, or would leave the adapter untrained.
+        ValueError: The head is missing, carries an adapter of another kind, is quantised in another way than by
+            bitsandbytes, or keeps its weight elsewhere: its weight alone would not give the model's logits, or would
+            leave the adapter untrained.
     """
     head = model.get_output_embeddings()
     name = type(model).__name__
@@ -120,10 +136,11 @@ def output_head(model: Any) -> OutputHead:
         raise ValueError(f"the head of {name} has its weight on the meta device (offloaded or not loaded yet).")
     # Quantised layers subclass nn.Linear; what betrays them is the weight: an integer or 8-bit dtype, or its own class.
     plain = type(weight.data) in (Tensor, DTensor)
-    if weight.dtype not in _PRODUCT_DTYPES or not plain:
+    if (weight.dtype not in _PRODUCT_DTYPES or not plain) and not _quantised.is_quantised(head):
         raise ValueError(
-            f"the head of {name} is a {kind.__qualname__} with a {type(weight.data).__name__} of {weight.dtype}: a "
-            "quantised head is not supported; keep the head in 16 or 32 bits (e.g. llm_int8_skip_modules=['lm_head'])."
+            f"the head of {name} is a {kind.__qualname__} with a {type(weight.data).__name__} of {weight.dtype}: of "
+            "quantised heads only those of bitsandbytes are supported, on the device that they are quantised on; keep "
+            "the head in 16 or 32 bits."
         )
     return OutputHead(head, adapter)
 
@@ -163,12 +180,12 @@ def check_head(model: Any, head: OutputHead, options: HeadOptions) -> str:
     Raises:
         ValueError: The logits differ.
     """
-    backbone, linear = backbone_of(model), head.linear
-    weight = linear.weight
-    if isinstance(weight, DTensor):
+    backbone = backbone_of(model)
+    if isinstance(head.linear.weight, DTensor):
         return "not checked (sharded weight)"
+    weight = head.weight(model.dtype)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 3, linear.in_features, generator=generator).to(weight.device)
+    hidden = torch.randn(1, 3, head.shape[1], generator=generator).to(weight.device)
     with evaluating(model), torch.autocast(weight.device.type, enabled=False):
         # A spread of 10 is far enough into every softcap in use to tell it from none.
         raw = hidden @ weight.float().T

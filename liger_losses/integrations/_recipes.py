@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from liger_losses.integrations._distillation_recipes import DISTILLATION
+from liger_losses.integrations._recipe import Labels, Recipe, reads_logits_refused
 from liger_losses.integrations._scored_logits import IGNORE_INDEX
-
-Labels = Callable[[Tensor], Tensor]  # input ids [B, T] -> labels [B, T], not shifted
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one trainer's models are fused.
-
-    Attributes:
-        outputs: Fields that it reads from its policy.
-        differentiable: Those of them through which gradient flows. The fewer, the cheaper is backward.
-        reference_outputs: Fields that it reads from its reference model.
-        head: Further options of `fuse_head`, for policy and reference.
-        scoring_passes: Passes of a step through policy or reference without a gradient.
-        labels: Method that reads `model(...).logits` -> which tokens it scores, from the method's arguments by name;
-            None where this call needs logits. Empty where the trainer asks its models for `fused_lm_head=True` itself.
-        readers: Further methods that are handed those logits.
-        refused: Why this instance cannot be fused; None where it can.
-        not_replaced: Where full logits are still built, and why.
-    """
-
-    outputs: Callable[[Any], tuple[str, ...]]
-    differentiable: Callable[[Any], tuple[str, ...]] = lambda trainer: ("log_probs",)
-    reference_outputs: tuple[str, ...] = ("log_probs",)
-    head: Callable[[Any], dict[str, Any]] = lambda trainer: {}
-    scoring_passes: Callable[[Any], int] = lambda trainer: 0
-    labels: dict[str, Callable[[Any, dict[str, Any]], Labels | None]] = field(default_factory=dict)
-    readers: tuple[str, ...] = ()
-    refused: Callable[[Any], str | None] = lambda trainer: None
-    not_replaced: Callable[[Any], tuple[str, ...]] = lambda trainer: (
-        ("compute_metrics: TRL builds full logits for it in evaluation",) * bool(trainer.compute_metrics)
-    )
 
 
 def _of(*names: str) -> Callable[[Any], tuple[str, ...]]:
@@ -132,23 +101,11 @@ def _a2po_labels(trainer: Any, arguments: dict[str, Any]) -> Labels:
     return labels
 
 
-def _reads_logits_refused(trainer: Any) -> str | None:
-    if getattr(trainer, "is_encoder_decoder", False):
-        return "its model is an encoder-decoder; expected a causal language model"
-    for name, config in (getattr(trainer.model, "peft_config", None) or {}).items():
-        if config.is_prompt_learning and config.peft_type != "PREFIX_TUNING":
-            return (
-                f"adapter {name!r} puts virtual tokens before the input ({config.peft_type.value}), and this trainer "
-                "reads logits and labels position by position; expected an adapter that leaves the length as it is"
-            )
-    return None
-
-
 _PAIRS: dict[str, Any] = {
     "outputs": _of("log_probs", "mean_logits"),
     "head": lambda trainer: {"mean_logits_everywhere": True},
     "readers": ("get_batch_logps",),
-    "refused": _reads_logits_refused,
+    "refused": reads_logits_refused,
     "not_replaced": lambda trainer: (),
 }
 _POLICY = Recipe(_of("log_probs", "entropy"), _policy_gradient, head=_policy_head, not_replaced=lambda trainer: ())
@@ -166,26 +123,34 @@ RECIPES: dict[str, Recipe] = {
     "GRPOTrainer": _POLICY,
     "GMPOTrainer": _POLICY,
     "RLOOTrainer": _POLICY,
+    "AsyncGRPOTrainer": _POLICY,
     "ORPOTrainer": Recipe(labels={"concatenated_forward": _orpo_labels}, **_PAIRS),
     "CPOTrainer": Recipe(labels={"concatenated_forward": _cpo_labels}, **_PAIRS),
     "TPOTrainer": Recipe(
         _of("log_probs", "entropy", "mean_logits", "is_top1"),
         labels={"_compute_loss": _tpo_labels},
-        refused=_reads_logits_refused,
+        refused=reads_logits_refused,
     ),
     "OnlineDPOTrainer": Recipe(
         _of("log_probs"),
         scoring_passes=lambda trainer: 1,
         labels={"_forward": _online_dpo_labels},
-        refused=_reads_logits_refused,
+        refused=reads_logits_refused,
         not_replaced=lambda trainer: (),
     ),
     "A2POTrainer": Recipe(
         _of("log_probs"),
         labels={"_get_sequence_logps": _a2po_labels},
-        refused=_reads_logits_refused,
+        refused=reads_logits_refused,
         not_replaced=lambda trainer: (),
     ),
+    **DISTILLATION,
+}
+
+# Why a trainer of TRL's has no recipe, where that is not plain.
+WITHOUT_RECIPE = {
+    "AsyncDistillationTrainer": "it cannot be built without a GPU and vLLM servers, one of them for the teacher",
+    "ServerDistillationTrainer": "its teacher is a server, which sends some log-probabilities and no hidden states",
 }
 
 
@@ -199,6 +164,8 @@ def recipe_of(trainer: Any) -> Recipe:
         if kind.__module__.partition(".")[0] == "trl":
             if kind.__name__ in RECIPES:
                 return RECIPES[kind.__name__]
+            if kind.__name__ in WITHOUT_RECIPE:
+                raise TypeError(f"a {kind.__name__} is not supported: {WITHOUT_RECIPE[kind.__name__]}.")
             break
     raise TypeError(
         f"trainer is a {type(trainer).__name__}; supported are, of trl and trl.experimental: {', '.join(RECIPES)}."

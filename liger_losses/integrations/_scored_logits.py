@@ -48,14 +48,7 @@ class ScoredLogits:
         return self._field("target").device
 
     def __getitem__(self, key: Any) -> ScoredLogits:
-        positions = self._field("target").dim()
-        if isinstance(key, tuple):
-            if Ellipsis in key:
-                at = key.index(Ellipsis)
-                key = (*key[:at], *[slice(None)] * (positions + 2 - len(key)), *key[at + 1 :])
-            if len(key) > positions and key[positions] != slice(None):
-                _refuse("[..., part of the vocabulary]")
-            key = key[:positions]
+        key = positions_of(key, self._field("target").dim(), _refuse)
         return self._map(lambda value: value[key])
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[ScoredLogits, ...]:
@@ -120,6 +113,18 @@ class ScoredLogits:
         _refuse(name)
 
 
+def positions_of(key: Any, positions: int, refuse: Callable[[str], NoReturn]) -> Any:
+    """An index of logits `[*, V]` as one of their positions `[*]`, `positions` being their number of dimensions."""
+    if not isinstance(key, tuple):
+        return key
+    if Ellipsis in key:
+        at = key.index(Ellipsis)
+        key = (*key[:at], *[slice(None)] * (positions + 2 - len(key)), *key[at + 1 :])
+    if len(key) > positions and key[positions] != slice(None):
+        refuse("[..., part of the vocabulary]")
+    return key[:positions]
+
+
 def _refuse(what: str) -> NoReturn:
     raise TypeError(
         f"the trainer asked for {what} of its logits, which were not built; unfuse_trainer(trainer) gives them back."
@@ -181,10 +186,17 @@ def reading_scored_logits(function: types.FunctionType) -> types.FunctionType:
     Only this copy sees them: the module that `function` comes from is left as it is.
     """
     names = function.__globals__
-    readers = {n: functools.partial(reader, names[n]) for n, reader in _READERS.items() if n in names}
-    ours = types.FunctionType(
-        function.__code__, {**names, **readers}, function.__name__, function.__defaults__, function.__closure__
+    return with_globals(
+        function, {n: functools.partial(reader, names[n]) for n, reader in _READERS.items() if n in names}
     )
+
+
+def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """The same code, in which global names mean something else. The module that it comes from is left as it is."""
+    ours = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
     ours.__kwdefaults__ = function.__kwdefaults__
     return ours
 

@@ -72,6 +72,7 @@ class FusedHead:
     memory_budget: int | None
     logits_dtype: str
     strategy: str
+    active_vocab: float | str | None
     verdict: str  # of check_head
     verified: bool = False  # a few random tokens came out as from the model's own logits
     adapter: bool = False  # LoRA or DoRA on the head
@@ -103,18 +104,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
                          "liger_losses.LigerFusedLinearCrossEntropyLoss(label_smoothing=...).")  # fmt: skip
     if labels is None and shift_labels is None:
         raise ValueError("fused_lm_head=True needs labels or shift_labels: there are no logits to return without them.")
-    keep = inputs.pop("logits_to_keep", None)
-    if isinstance(keep, Tensor) or keep:
-        raise ValueError("logits_to_keep has no meaning with fused_lm_head=True: mask labels with -100 instead.")
-    for name in ("output_hidden_states", "output_attentions"):
-        if inputs.get(name):
-            raise ValueError(f"{name}=True is not supported with fused_lm_head=True.")
-    if inputs.pop("return_dict", None) is False:
-        raise ValueError("return_dict=False is not supported with fused_lm_head=True.")
-    inputs["use_cache"] = False
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        inputs.setdefault("output_router_logits", True)
-
+    inputs = backbone_inputs(model, inputs)
     linear = output_head(model)  # per call: FSDP and PEFT replace modules after fusing
     device = linear.linear.weight.device
     target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
@@ -147,6 +137,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
             memory_budget=head.memory_budget,
             logits_dtype=head.logits_dtype,
             strategy=head.strategy,
+            active_vocab=head.active_vocab,
         )
         if head.mean_logits_everywhere and head.options["softcap"] is None:
             values["mean_logit"] = _mean_logits(hidden, weight, bias, head)
@@ -160,6 +151,23 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
         loss = loss + _router_coefficient(model) * aux_loss
     fields = {name: values[STATISTICS[name]] for name in head.outputs}
     return FusedHeadOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+
+
+def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """`inputs` as the backbone takes them; raises for what would have changed logits that are not built."""
+    inputs = dict(inputs)
+    keep = inputs.pop("logits_to_keep", None)
+    if isinstance(keep, Tensor) or keep:
+        raise ValueError("logits_to_keep has no meaning with fused_lm_head=True: mask labels with -100 instead.")
+    for name in ("output_hidden_states", "output_attentions"):
+        if inputs.get(name):
+            raise ValueError(f"{name}=True is not supported with fused_lm_head=True.")
+    if inputs.pop("return_dict", None) is False:
+        raise ValueError("return_dict=False is not supported with fused_lm_head=True.")
+    inputs["use_cache"] = False
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        inputs.setdefault("output_router_logits", True)
+    return inputs
 
 
 @torch.no_grad()

@@ -18,8 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from liger_losses.chunked.active import ActiveVocabulary
 from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._head import check_head, head_options, output_head
+from liger_losses.integrations._linear_logits import linear_logits as unprojected
 from liger_losses.integrations._scoring import DIFFERENTIABLE, STATISTICS, FusedHead, FusedHeadOutput, score
 from liger_losses.integrations._verify import verify_log_probs, verify_loss
 from liger_losses.integrations.layers import LayerReport, fuse_layers, unfuse_layers
@@ -78,6 +80,7 @@ def fuse_head(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
     accelerator: Any = None,
     fp32: bool = False,
     mean_logits_everywhere: bool = False,
@@ -96,7 +99,7 @@ def fuse_head(
             is always computed.
         differentiable: Fields whose gradient may be asked for, of log_probs and entropy. None: those among `outputs`.
             Leaving entropy out when it is only logged makes backward cheaper.
-        memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
+        memory_budget, logits_dtype, strategy, active_vocab: As in `liger_losses.linear_logprobs`.
         accelerator: The `accelerate.Accelerator` that has prepared the model already, if one has: its autocast is then
             put around the fused forward as it was around the former one.
         fp32: Run the head in fp32, outside autocast.
@@ -106,7 +109,8 @@ def fuse_head(
 
     Raises:
         ValueError: An option is out of range, the head cannot be fused (an adapter other than LoRA and DoRA,
-            quantised, logits that are not those of a plain head), or what it gives is not what the model gives.
+            quantised other than by bitsandbytes, logits that are not those of a plain head), or what it gives is not
+            what the model gives.
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
     if hasattr(model, "get_base_model"):
@@ -122,6 +126,8 @@ def fuse_head(
     if wrong := [name for name in differentiable if name not in DIFFERENTIABLE or name not in asked]:
         raise ValueError(f"differentiable has {wrong}; expected names of outputs among {list(DIFFERENTIABLE)}.")
     check_tiling(strategy, memory_budget, logits_dtype)
+    if ActiveVocabulary.of(active_vocab) is not None and "entropy" in differentiable:
+        raise ValueError(f"active_vocab: got {active_vocab!r} with entropy among differentiable, expected None")
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which a head asked for log-probabilities cannot use; expected "
                          "'auto', 'cached', 'recompute' or 'frozen'")  # fmt: skip
@@ -133,8 +139,8 @@ def fuse_head(
     linear = output_head(model)
     head = FusedHead(
         model=type(model).__name__,
-        vocabulary=linear.linear.weight.shape[0],
-        hidden=linear.linear.weight.shape[1],
+        vocabulary=linear.shape[0],
+        hidden=linear.shape[1],
         bias=linear.linear.bias is not None,
         trainable=linear.trainable,
         options=options,
@@ -144,6 +150,7 @@ def fuse_head(
         memory_budget=memory_budget,
         logits_dtype=logits_dtype,
         strategy=strategy,
+        active_vocab=active_vocab,
         verdict=check_head(model, linear, options),
         adapter=linear.adapter is not None,
         fp32=fp32,
@@ -163,6 +170,7 @@ def fuse_model(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
     accelerator: Any = None,
     verify: bool = True,
 ) -> FusedHead:
@@ -180,7 +188,7 @@ def fuse_model(
         model, accelerator: As in `fuse_head`.
         logits_in_eval: In evaluation mode run the model's own forward, for code that reads logits there
             (`compute_metrics`, `preprocess_logits_for_metrics`).
-        memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
+        memory_budget, logits_dtype, strategy, active_vocab: As in `liger_losses.linear_logprobs`.
         verify: Hold the loss of a few random tokens against the model's own.
 
     Raises:
@@ -197,8 +205,8 @@ def fuse_model(
     if loss != "ForCausalLMLoss":
         raise ValueError(f"{type(model).__name__} computes {loss} of its labels; expected ForCausalLMLoss.")
     head = fuse_head(
-        model, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy, accelerator=accelerator,
-        verify=False,
+        model, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy,
+        active_vocab=active_vocab, accelerator=accelerator, verify=False,
     )  # fmt: skip
     vars(model)[_RECORD] = replace(vars(model)[_RECORD], answers_labels=True, logits_in_eval=logits_in_eval)
     return _verified(model, accelerator, lambda: verify_loss(model)) if verify else head
@@ -275,13 +283,15 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
 
     # `generate` and Trainer read the signature of forward: they must see the model's own.
     @functools.wraps(own_forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, linear_logits: bool = False, **kwargs: Any) -> Any:
         record: _Record = vars(self)[_RECORD]
-        if fused_lm_head or record.answers_labels:
+        if fused_lm_head or linear_logits or record.answers_labels:
             names = list(inspect.signature(own_forward).parameters)[1:]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if fused_lm_head:
                 return score(self, record.head, given)
+            if linear_logits:
+                return unprojected(self, record.head, given)
             if "return_logits" in kwargs:
                 asked = kwargs.pop("return_logits")
                 del given["return_logits"]

@@ -16,7 +16,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from liger_losses.integrations._recipes import Recipe, recipe_of
+from liger_losses.integrations._recipe import Recipe
+from liger_losses.integrations._recipes import recipe_of
 from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
 from liger_losses.integrations.transformers import FusedHead, fuse_head, unfuse_head
 
@@ -38,11 +39,13 @@ class FuseReport:
         full_logits_before: Whether TRL builds the logits of every position, scored or not, in this trainer.
         policy: The policy's head.
         reference: The reference model's head; None where there is no separate reference model.
+        teacher: The teacher's head; None where there is no teacher, or it is the policy itself.
         reference_pass: Whether training steps score tokens without a gradient, by a reference or by the policy.
         products_before: Products per step of TRL's own head.
         products_after: Products per step now.
         products_past_budget: Products per step when the planner has to recompute to stay in the memory budget.
         not_replaced: Where full logits are still built, and why.
+        self_taught: Whether the teacher is the policy itself, in another context or with another adapter.
     """
 
     trainer: str
@@ -55,6 +58,8 @@ class FuseReport:
     products_after: int
     products_past_budget: int
     not_replaced: tuple[str, ...] = ()
+    teacher: FusedHead | None = None
+    self_taught: bool = False
 
     def __str__(self) -> str:
         after = f"{self.products_after} now"
@@ -67,6 +72,7 @@ class FuseReport:
             f"{self.trainer} (trl {self.trl}) runs on fused heads",
             f"  policy     {self.policy}",
             *([f"  reference  {self._reference()}"] if self._reference() else []),
+            *([f"  teacher    {self.teacher or 'the policy itself'}"] if self.teacher or self.self_taught else []),
             f"  head products per step: {before}, {after}",
             *(f"  not replaced: {reason}" for reason in self.not_replaced),
         ]
@@ -86,24 +92,25 @@ def fuse_trainer(
     memory_budget: int | None = None,
     logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
     verify: bool = True,
 ) -> FuseReport:
     """Let the models of a built TRL trainer score labels with `linear_logprobs`; call it before `trainer.train()`.
 
-    Policy and reference model are covered, through accelerate's wrapper and PEFT. Losses, metrics, evaluation,
-    generation and saving are the trainer's own. A second call with the same options returns the first report; with
-    other options it fuses anew.
+    Policy, reference model and local teacher are covered, through accelerate's wrapper and PEFT. Losses, metrics,
+    evaluation, generation and saving are the trainer's own. A second call with the same options returns the first
+    report; with other options it fuses anew.
 
     Args:
         trainer: One of TRL's (see `docs/trl.md`), or of a class derived from one.
-        memory_budget, logits_dtype, strategy: As in `liger_losses.linear_logprobs`.
+        memory_budget, logits_dtype, strategy, active_vocab: As in `liger_losses.linear_logprobs`.
         verify: Hold a few random tokens' log-probabilities against those of each model's own logits, and refuse if they
             differ.
 
     Raises:
         TypeError: The trainer is of no supported class; the message lists them.
         ImportError: TRL is older than 1.15, or 2 or newer.
-        ValueError: A head cannot be fused (adapter other than LoRA on it, quantised, logits that are not those of a
+        ValueError: A head cannot be fused (adapter other than LoRA on it, logits that are not those of a
             plain head, log-probabilities that are not the model's own), or the trainer's model is an encoder-decoder.
         RuntimeError: Training has started.
 
@@ -113,7 +120,9 @@ def fuse_trainer(
         >>> trainer.train()
     """
     recipe = _recipe_of(trainer)
-    settings: dict[str, Any] = {"memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy}
+    settings: dict[str, Any] = {
+        "memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy, "active_vocab": active_vocab
+    }  # fmt: skip
     state = vars(trainer).get(_STATE)
     if state is not None and state[1] == settings:
         report: FuseReport = state[0]
@@ -128,7 +137,7 @@ def fuse_trainer(
     if state is not None:
         unfuse_trainer(trainer)
     accelerator = trainer.accelerator
-    models = _models_of(trainer)
+    models = _models_of(trainer, recipe)
     fused: dict[str, FusedHead] = {}
     try:
         for role, model in models.items():
@@ -138,6 +147,7 @@ def fuse_trainer(
                 model, outputs=outputs, differentiable=differentiable, accelerator=accelerator, verify=verify,
                 **recipe.head(trainer), **settings,
             )  # fmt: skip
+        _check_vocabularies(fused)
     except Exception:
         for role in fused:  # all or nothing
             unfuse_head(models[role], accelerator=accelerator)
@@ -157,7 +167,7 @@ def unfuse_trainer(trainer: Any) -> None:
     """
     if _STATE not in vars(trainer):
         raise ValueError(f"the {type(trainer).__name__} is not fused; fuse_trainer(trainer) was not called on it.")
-    for model in _models_of(trainer).values():
+    for model in _models_of(trainer, _recipe_of(trainer)).values():
         unfuse_head(model, accelerator=trainer.accelerator)
     for name in vars(trainer)[_STATE][2]:
         del vars(trainer)[name]
@@ -174,17 +184,35 @@ def _recipe_of(trainer: Any) -> Recipe:
     return recipe_of(trainer)
 
 
-def _models_of(trainer: Any) -> dict[str, Any]:
-    models = {"policy": trainer.accelerator.unwrap_model(trainer.model)}
+def _models_of(trainer: Any, recipe: Recipe) -> dict[str, Any]:
+    def unwrapped(model: Any) -> Any:
+        # accelerate has compiled reference and teacher by now; the policy is compiled when training begins.
+        return trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+    models = {"policy": unwrapped(trainer.model)}
     if getattr(trainer, "ref_model", None) is not None:
-        models["reference"] = trainer.accelerator.unwrap_model(trainer.ref_model)
+        models["reference"] = unwrapped(trainer.ref_model)
+    if recipe.teacher is not None:
+        teacher = unwrapped(getattr(trainer, recipe.teacher))
+        if teacher is not models["policy"]:
+            models["teacher"] = teacher
     return models
+
+
+def _check_vocabularies(fused: dict[str, FusedHead]) -> None:
+    policy, teacher = fused["policy"], fused.get("teacher")
+    if teacher is not None and teacher.vocabulary != policy.vocabulary:
+        raise ValueError(
+            f"the teacher's head has {teacher.vocabulary} rows and the student's {policy.vocabulary}; expected the "
+            "same vocabulary, padding included."
+        )
 
 
 def _methods_without_logits(trainer: Any, recipe: Recipe, head: FusedHead) -> dict[str, Callable[..., Any]]:
     """The trainer's methods that read logits, as attributes of the instance, with models that do not build them."""
     kind = type(trainer)
-    methods: dict[str, Callable[..., Any]] = {n: reading_scored_logits(getattr(kind, n)) for n in recipe.readers}
+    methods: dict[str, Callable[..., Any]] = recipe.overrides(trainer, head)
+    methods |= {n: reading_scored_logits(getattr(kind, n)) for n in recipe.readers}
     for name, labels in recipe.labels.items():
         methods[name] = _method_without_logits(trainer, getattr(kind, name), labels, head)
     return methods
@@ -211,11 +239,15 @@ def _method_without_logits(
 def _report(trainer: Any, recipe: Recipe, fused: dict[str, FusedHead], strategy: str) -> FuseReport:
     policy = fused["policy"]
     scoring = recipe.scoring_passes(trainer)
-    full_logits = bool(recipe.labels)
+    full_logits = bool(recipe.labels) or recipe.linear
     # Forward and dX, and dW unless frozen; recomputing adds the forward once more.
     recompute = 3 + policy.trainable
     may_keep = policy.differentiable == ("log_probs",) and strategy != "recompute"
     fewest = recompute - may_keep + scoring
+    before, past_budget = recompute - full_logits + scoring, recompute + scoring
+    if recipe.products is not None:
+        before, fewest, past_budget = recipe.products(trainer, int(policy.trainable))
+        fewest = past_budget if strategy == "recompute" else fewest
     return FuseReport(
         trainer=type(trainer).__name__,
         trl=version("trl"),
@@ -223,9 +255,11 @@ def _report(trainer: Any, recipe: Recipe, fused: dict[str, FusedHead], strategy:
         policy=policy,
         reference=fused.get("reference"),
         reference_pass=scoring > 0,
-        products_before=recompute - full_logits + scoring,
+        products_before=before,
         products_after=fewest,
         # Only the planner's choice for a trained head depends on the budget: a frozen one keeps nothing of its size.
-        products_past_budget=recompute + scoring if policy.trainable and strategy == "auto" else fewest,
+        products_past_budget=past_budget if policy.trainable and strategy == "auto" else fewest,
         not_replaced=recipe.not_replaced(trainer),
+        teacher=fused.get("teacher"),
+        self_taught=recipe.teacher is not None and "teacher" not in fused,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .active_columns import add_rows, gather_columns, gather_rows
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
+from .column_extent import column_extent
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
@@ -14,6 +16,7 @@ from .registration import differentiable_once, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
+from .tails import tail_sums, weighted_sum
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
@@ -34,13 +37,17 @@ __all__ = [
     "LogitTransform",
     "RowState",
     "TeacherTile",
+    "add_rows",
     "bernoulli_tile",
+    "column_extent",
     "differentiable_once",
     "divergence_gradient",
     "divergence_tile",
     "fold_tile",
     "fused_add_rms_norm",
     "gated_activation",
+    "gather_columns",
+    "gather_rows",
     "head_mask",
     "head_share",
     "implementation",
@@ -50,7 +57,9 @@ __all__ = [
     "rms_norm",
     "rotary",
     "scaled_cast",
+    "tail_sums",
     "tile_gradient",
     "visit_bytes",
+    "weighted_sum",
     "wide_dtype",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import check_float_tensor
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
+from ..chunked.active import ActiveVocabulary
 from ..chunked.head import check_head
 from ..chunked.planner import check_tiling
 from ..chunked.tokens import check_ignore_index, check_target
@@ -30,6 +31,7 @@ class CallOptions:
     memory_budget: int | None = None
     logits_dtype: str = "float32"
     strategy: str = "auto"
+    active_vocab: float | str | None = None
     chunk_size: int = 1
 
     def __post_init__(self) -> None:
@@ -38,6 +40,7 @@ class CallOptions:
             LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
         check_ignore_index(self.ignore_index)
         check_tiling(self.strategy, self.memory_budget, self.logits_dtype)
+        ActiveVocabulary.of(self.active_vocab)
         check_chunk_size(self.chunk_size)
 
     def policy(self) -> dict[str, Any]:
@@ -48,10 +51,11 @@ class CallOptions:
             "logit_scale": self.logit_scale,
             "memory_budget": self.memory_budget,
             "logits_dtype": self.logits_dtype,
+            "active_vocab": self.active_vocab,
         }
 
     def reference(self) -> dict[str, Any]:
-        options = self.policy()
+        options = {**self.policy(), "active_vocab": None}  # nothing is differentiated there
         if self.ref_softcap is not None:
             options["softcap"] = self.ref_softcap
         if self.ref_logit_scale is not None:

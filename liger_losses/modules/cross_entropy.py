@@ -154,7 +154,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         return_z_loss, return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput` with these.
         accum_dtype: accepted as None or torch.float32: gradients are always summed in fp32 (fp64 for fp64).
         selection: a `liger_losses.losses.TokenSelection`, only the tokens at risk.
-        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
@@ -332,7 +332,8 @@ class LigerFusedLinearBCELoss(torch.nn.Module):
     Args:
         reduction: `"mean"` over rows and labels, `"sum"`, or `"none"`: the sum over labels of each row.
         ignore_index: fills up the places of a row with fewer positives than others.
-        softcap, logit_scale, temperature: of the logits. memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        softcap, logit_scale, temperature: of the logits.
+        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
     """
 
     @with_engine_options

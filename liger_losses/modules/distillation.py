@@ -96,6 +96,7 @@ class _Distillation(torch.nn.Module):
             memory_budget=options.memory_budget,
             logits_dtype=options.logits_dtype,
             strategy=options.strategy,
+            active_vocab=options.active_vocab,
             max_units=self.max_units,
         )
 
@@ -179,8 +180,8 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
         return_soft_hard_loss: return `(loss, soft, hard)`.
         vocabulary: `"shared"` or `"padded"`, where the heads' vocabularies differ in size; see `Divergence`.
         teacher_softcap, teacher_logit_scale: of the teacher's logits. softcap, logit_scale: of the student's.
-        memory_budget, strategy: of `fused_linear_loss`. logits_dtype: of `fused_linear_distillation`: with `"input"` a
-            bf16 gradient is off by 8 % where the teacher is near.
+        memory_budget, strategy, active_vocab: of `fused_linear_loss`. logits_dtype: of `fused_linear_distillation`:
+            with `"input"` a bf16 gradient is off by 8 % where the teacher is near.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
@@ -337,7 +338,7 @@ class LigerFusedLinearKLDivLoss(_Distillation):
         ignore_index: labels that are not scored. temperature: > 0, of the student alone.
         eps: accepted, in [0, 1e-6], and without effect: a probability of 0 contributes 0 without it.
         accum_dtype: accepted as None or torch.float32: gradients are always summed in fp32 (fp64 for fp64).
-        softcap, logit_scale, memory_budget, logits_dtype, strategy: of `fused_linear_distillation`.
+        softcap, logit_scale, memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_distillation`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.

@@ -21,6 +21,7 @@ class TilingOptions(TypedDict, total=False):
     memory_budget: int | None
     logits_dtype: str
     strategy: str
+    active_vocab: float | str | None
 
 
 class HeadOptions(TilingOptions, total=False):

@@ -51,7 +51,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         named_metrics: `forward` returns the metrics of `GRPOLoss` by name instead of liger-kernel's two.
         softcap, logit_scale: of the policy's logits, and the reference's, unless `ref_softcap` and `ref_logit_scale`
             say otherwise.
-        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.

@@ -42,7 +42,7 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         ld_alpha, use_weighting: of `DPOLoss`.
         temperature, softcap, logit_scale: of the policy's logits, and the reference's, unless `ref_softcap` and
             `ref_logit_scale` say otherwise.
-        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.

@@ -102,7 +102,7 @@ class LigerFusedLinearCPOLoss(ReferenceFreeModule):
         loss_type: "sigmoid", "hinge" (SLiC), "ipo" or "simpo"; the last two are of token means.
         gamma: target margin of "simpo", which alone reads it.
         reward_alpha: AlphaPO's alpha, TRL's `alpha`: rewards `(1 - p^(-a)) / a` in place of `log p`.
-        temperature, softcap, logit_scale, memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        temperature, softcap, logit_scale, memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.

@@ -97,7 +97,7 @@ class LigerFusedLinearKTOLoss(_UnpairedModule):
         desirable_weight, undesirable_weight: of the two kinds of response.
         temperature, softcap, logit_scale: of the policy's logits, and the reference's, unless `ref_softcap` and
             `ref_logit_scale` say otherwise.
-        memory_budget, logits_dtype, strategy: of `fused_linear_loss`.
+        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.
@@ -194,8 +194,8 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
         shift_includes_batch: in training mode the shift is the mean after this batch is added (as in TRL's former
             BCOTrainer), which needs all rewards of the batch before the first gradient. False: the mean of earlier
             batches alone (0 at first), and rows are independent: any strategy, tiles of a few rows.
-        temperature, softcap, logit_scale, ref_softcap, ref_logit_scale, memory_budget, logits_dtype, strategy: as in
-            `LigerFusedLinearKTOLoss`.
+        temperature, softcap, logit_scale, ref_softcap, ref_logit_scale, memory_budget, logits_dtype, strategy,
+            active_vocab: as in `LigerFusedLinearKTOLoss`.
 
     Raises:
         TypeError, ValueError: at construction for the options, in `forward` for the tensors, before any work.

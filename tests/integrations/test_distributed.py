@@ -44,16 +44,36 @@ def _model(kind: str) -> Any:
     return peft.get_peft_model(model, lora)
 
 
+def _distillation(student: Any, batch: dict[str, torch.Tensor], *asked: bool) -> torch.Tensor:
+    """The forward KL from a teacher, of the logits that both models give or leave unmultiplied."""
+    teacher = tiny_model(seed=1)
+    fuse_head(teacher)
+    keywords = {"linear_logits": True} if asked else {}
+    with torch.no_grad():
+        of_teacher = teacher(input_ids=batch["input_ids"], **keywords)
+    logits = [of_teacher, student(input_ids=batch["input_ids"], **keywords)]
+    target, source = (one if asked else one.logits for one in logits)
+    kl = torch.nn.functional.kl_div(
+        source.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True
+    )  # fmt: skip
+    return kl.sum()
+
+
 def _own_gradients(kind: str) -> dict[str, torch.Tensor]:
     """Mean over the ranks' batches of the gradients of the model's own loss, in one process."""
     model = _model(kind)
-    sum(model(**_batch(rank)).loss for rank in range(WORLD)).div(WORLD).backward()
+    losses = [
+        _distillation(model, _batch(rank)) if "linear logits" in kind else model(**_batch(rank)).loss
+        for rank in range(WORLD)
+    ]
+    sum(losses).div(WORLD).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _wrap(model: Any, kind: str) -> Any:
     if kind.startswith("ddp"):
-        return torch.nn.parallel.DistributedDataParallel(model)
+        # As transformers' Trainer asks for it: parameters that the output does not show are taken for unused.
+        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters="linear logits" in kind)
     from torch.distributed.fsdp import fully_shard
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -72,7 +92,10 @@ def _step(rank: int, kind: str, port: int) -> None:
         model = _model(kind)
         fuse_head(model)
         wrapped = _wrap(model, kind)
-        wrapped(**_batch(rank), fused_lm_head=True).loss.backward()
+        if "linear logits" in kind:
+            _distillation(wrapped, _batch(rank), True).backward()
+        else:
+            wrapped(**_batch(rank), fused_lm_head=True).loss.backward()
         expected = _own_gradients(kind)
         for name, parameter in model.named_parameters():
             if name not in expected:
@@ -90,7 +113,9 @@ def _step(rank: int, kind: str, port: int) -> None:
         "ddp",
         "fsdp2",
         "fsdp2, head in its own group",
+        "ddp, linear logits",
         "ddp, adapter on the head",
+        "ddp, adapter on the head, linear logits",
         "fsdp2, adapter on the head",
         "fsdp2, adapter on the head, head in its own group",
     ],

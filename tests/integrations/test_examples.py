@@ -70,6 +70,7 @@ def test_distill_topk(tmp_path: Path, tail: str) -> None:
         ("orpo_simpo_trl.py", (), ("constructed from text", "ORPOTrainer", "with full logits of every position")),
         ("orpo_simpo_trl.py", ("--loss", "simpo"), ("CPOTrainer", "reward margin")),
         ("grpo_trl.py", ("--entropy-coef", "0.01"), ("GRPOTrainer", "reward")),
+        ("gkd_trl.py", ("--lmbda", "0.5"), ("GKDTrainer", "teacher    LlamaForCausalLM", "divergence")),
         ("lora_head.py", (), ("LoRA", "those of the model's own loss", "held-out loss")),
     ],
 )

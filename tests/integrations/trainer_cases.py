@@ -132,6 +132,8 @@ SLOW: dict[str, Case] = {
     "grpo: checkpointing": case(**CHECKPOINTING),
     "rloo: several iterations": case(num_iterations=2),
     "gmpo": case(beta=0.04, num_iterations=2),
+    "kto: compiled": case(torch_compile=True, torch_compile_backend="aot_eager"),
+    "sft: compiled": case(torch_compile=True, torch_compile_backend="aot_eager"),
     "orpo: compiled": case(torch_compile=True, torch_compile_backend="aot_eager"),
     "orpo: checkpointing, accumulation": case(gradient_accumulation_steps=2, **CHECKPOINTING),
     "cpo: hinge": case(loss_type="hinge"),

@@ -33,15 +33,19 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from liger_losses.kernels import (  # noqa: E402
+    active_columns_triton,
     bernoulli_tile_triton,
+    column_extent_triton,
     divergence_tile_triton,
+    rows_triton,
     scaled_cast_triton,
+    tails_triton,
     tile_gradient_triton,
     tile_statistics_triton,
 )
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-TYPES = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int64: "*i64"}
+TYPES = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int64: "*i64", torch.int8: "*i8"}
 ROWS, COLUMNS = 2, 1000
 
 
@@ -100,7 +104,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def replace(module: Any, name: str) -> Launch:
-        launch = Launch(getattr(module, name), module._BLOCK)  # on a GPU; the interpreter's is smaller
+        # On a GPU; the interpreter's is smaller.
+        launch = Launch(getattr(module, name), getattr(module, "_BLOCK", None))
         monkeypatch.setattr(module, name, launch)
         return launch
 
@@ -264,3 +269,31 @@ def test_scaled_cast_kernel(
     )
     assert launch.vector("ld") == launch.best(kind)
     assert launch.vector("st") == launch.best(dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "aligned", "scale"), [(BF16, True, VECTOR), (F16, True, None), (BF16, False, VECTOR)], ids=str
+)
+def test_active_vocabulary_kernels(
+    compiler: Callable[[Any, str], Launch], kind: torch.dtype, aligned: bool, scale: Tensor | None
+) -> None:
+    extent = compiler(column_extent_triton, "_extent_kernel")
+    compiler(rows_triton, "_sum_kernel")
+    tails, mean = (compiler(tails_triton, f"_{name}_kernel") for name in ("tail_sums", "weighted_sum"))
+    columns, gathered, added = (
+        compiler(active_columns_triton, f"_{name}_kernel") for name in ("gather_columns", "gather_rows", "add_rows")
+    )
+    tile, ids = rows(kind, aligned=aligned), torch.arange(3)
+    width = 2048 if aligned else 2047
+    weight, out, sums, part = (torch.zeros(9, width, dtype=t) for t in (kind, kind, F32, F32))
+    column_extent_triton.column_extent_triton(tile, scale)
+    tails_triton.tail_sums_triton(tile, torch.zeros(COLUMNS, dtype=torch.bool))
+    active_columns_triton.gather_columns_triton(tile, ids, torch.zeros(ROWS, 8, dtype=kind))
+    active_columns_triton.gather_rows_triton(weight, ids, out)
+    active_columns_triton.add_rows_triton(sums, ids, part)
+    tails_triton.weighted_sum_triton(weight, torch.zeros(9))
+    for launch in (extent, tails, mean, columns, gathered, added):
+        assert launch.assembly
+        assert not launch.atomics()  # the same bits twice
+        assert not aligned or launch is columns or launch.vector("ld") == 16
+    assert not aligned or gathered.vector("st") == added.vector("st") == 16

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 FILES = (
     "tile_statistics", "tile_gradient", "bernoulli_tile", "divergence_tile", "scaled_cast", "norms", "gated_activation",
-    "rotary",
+    "rotary", "active_columns",
 )  # fmt: skip
 
 
