@@ -241,6 +241,7 @@ def test_quick_bench_gates_before_it_times(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
