@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test test-slow test-gpu demo distill bench clean distclean
+.PHONY: help install check format test test-slow test-gpu demo distill bench docs wheel clean distclean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,8 +56,14 @@ distill: $(STAMP) ## Distil a wider Llama into a narrower one, from its head and
 bench: $(STAMP) ## Run the benchmarks (needs a GPU)
 	$(BIN)/python -m benchmarks
 
+docs: $(STAMP) ## Build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+wheel: $(STAMP) ## Build the wheel and the source archive into dist/
+	$(BIN)/python -m build --no-isolation
+
 clean: ## Remove build products and caches
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too

@@ -14,7 +14,7 @@ import torch
 
 from liger_losses.kernels import fastest
 
-from . import active, distributed, layer_tables, layers, measure, profiling, results, trainers
+from . import active, charts, distributed, layer_tables, layers, measure, profiling, results, trainers
 from .cases import CASES, LLAMA, TINY
 from .ours import IMPLEMENTATIONS
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     columns.add_argument("--crossover", action="store_true", help="instead: one tile over shares of its columns")
     several = commands.add_parser("distributed", parents=[shared], help="two GPUs against one")
     several.add_argument("--repeats", type=int, default=3)
-    report = commands.add_parser("report", help="write docs/benchmarks.md from the newest results")
+    report = commands.add_parser("report", help="write docs/benchmarks.md and its charts from the newest results")
     report.add_argument("files", nargs="*", type=Path, help="results to use instead of the newest of each device")
     report.add_argument("--page", type=Path, default=results.PAGE)
     return parser
@@ -217,7 +217,8 @@ def _report(options: argparse.Namespace) -> int:
     if not records:
         return _refuse("no results yet: run `python -m benchmarks` on a machine with a GPU")
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(results.page(records))
+    drawn = charts.draw(records, options.page.parent / results.CHARTS)
+    options.page.write_text(results.page(records, {case: f"{results.CHARTS}/{name}" for case, name in drawn.items()}))
     return 0
 
 

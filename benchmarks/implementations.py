@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from liger_losses.cli.measuring import full_logprobs
 
 from . import distillation
 from .cases import (
@@ -93,11 +94,6 @@ def from_logprobs(logprobs: LogProbs) -> Callable[[Case, Inputs, int | None], St
 
 
 # Logits in full, softmax in fp32: what a model without a fused loss does.
-
-
-def full_logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logits = (hidden @ weight.T).flatten(0, -2).float()
-    return -F.cross_entropy(logits, target.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(target.shape)
 
 
 def _full(case: Case, inputs: Inputs, memory_budget: int | None) -> Step:

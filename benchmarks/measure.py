@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses import record_active_vocabulary
+from liger_losses.cli.measuring import milliseconds
 
 from .cases import IGNORE_INDEX, Case, Inputs, make_inputs
 from .implementations import NAIVE, Implementation, Step
@@ -20,34 +20,6 @@ from .oracle import Truth, allowed, errors, truth, within
 
 WARM_UPS = 3  # the gate's step, the memory measurement's, and one round
 REPEATS = 8
-IN_A_ROW = 3  # steps between two events
-AHEAD = 50_000_000  # device cycles, some 30 ms
-
-
-def milliseconds(work: Callable[[], object], device: torch.device, *, host_ahead: bool = False) -> float:
-    """Time of ``work``: by device events around several in a row on CUDA, by the host's clock elsewhere.
-
-    One more goes before them: as in training, the host prepares a step while the device finishes the last.
-
-    ``host_ahead``: the device is kept busy until all of them are queued, as it is in the midst of a model's step. What
-    is read is then the device's time alone, also where the host would need longer.
-    """
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return 1000 * (time.perf_counter() - start)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    if host_ahead:
-        torch.cuda._sleep(AHEAD)
-    else:
-        work()
-    begin.record()
-    for _ in range(IN_A_ROW):
-        work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / IN_A_ROW
 
 
 def train(step: Step, inputs: Inputs) -> Tensor:

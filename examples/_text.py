@@ -1,14 +1,6 @@
-"""What the examples train on: real text, a tokenizer made from it, preference pairs constructed from it, a warm model.
-
-The text is the language reference in the standard library (`pydoc_data.topics`), so nothing is downloaded. The pairs
-are **constructed, not judged by anyone**: `chosen` is how a paragraph really goes on, `rejected` the same words with
-every run of three in another order.
-"""
+"""A tokenizer made from the text of `liger_losses.cli.text`, and a small Llama that is warm to it."""
 
 from __future__ import annotations
-
-import random
-from pydoc_data.topics import topics
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,22 +8,18 @@ from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast, set_seed
 
 from liger_losses import linear_logprobs
+from liger_losses.cli.text import PAIRS_ARE, paragraphs, preference_pairs
 
-PAIRS_ARE = "constructed from text: chosen = the real continuation, rejected = the same, every three words reordered"
-
-
-def paragraphs() -> tuple[list[str], list[str]]:
-    """Prose paragraphs of the language reference for training, and those of every fifth topic held out."""
-    training, held_out, seen = [], [], set()
-    for number, name in enumerate(sorted(topics)):
-        for block in topics[name].split("\n\n"):
-            text = " ".join(block.split())
-            prose = text[:1].isupper() and text.endswith(".") and "::=" not in text and ">>>" not in text
-            # A paragraph may stand under several topics: the first one has it, so none is on both sides.
-            if prose and len(text.split()) >= 16 and text not in seen:
-                seen.add(text)
-                (held_out if number % 5 == 4 else training).append(text)
-    return training, held_out
+__all__ = [
+    "PAIRS_ARE",
+    "paragraphs",
+    "preference_pairs",
+    "small_llama",
+    "token_stream",
+    "train_tokenizer",
+    "warm_model",
+    "windows",
+]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
@@ -48,23 +36,6 @@ def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> PreTrainedToken
         ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
-
-
-def preference_pairs(texts: list[str], seed: int) -> list[dict[str, str]]:
-    """One pair a paragraph: the first third is the prompt."""
-    rng = random.Random(seed)
-    pairs = []
-    for text in texts:
-        words = text.split()[:60]
-        cut = len(words) // 3
-        prompt, chosen = words[:cut], words[cut:]
-        runs = [chosen[i : i + 3] for i in range(0, len(chosen), 3)]
-        rejected = [word for run in runs for word in rng.sample(run, len(run))]
-        pairs.append(
-            {"prompt": " ".join(prompt), "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(rejected)}
-        )
-    rng.shuffle(pairs)
-    return pairs
 
 
 def small_llama(

@@ -16,11 +16,11 @@ from typing import Any
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
-from _measure import median_ms, peak_bytes
 from _text import paragraphs, train_tokenizer, warm_model
 from datasets import Dataset, disable_progress_bars, load_dataset
 from transformers import AutoTokenizer, Trainer, set_seed
 
+from liger_losses.cli.measuring import median_ms, peak_bytes
 from liger_losses.integrations.trl import fuse_trainer
 
 MIB = 2**20

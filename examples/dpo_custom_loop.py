@@ -1,4 +1,4 @@
-"""DPO in a plain loop: hidden states in, one fused loss out. Text and (constructed) pairs are those of `_text.py`."""
+"""DPO in a plain loop: hidden states in, one fused loss out. Text and (constructed) pairs: `liger_losses.cli.text`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     python examples/dpo_trl.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 
 Without `--model` and `--dataset`: text from the standard library, a BPE trained on it, a small Llama warmed up on it,
-and preference pairs that are constructed from it (`_text.py` says how): the numbers show that training works, not that
-a model has become better at anything people asked for.
+and preference pairs that are constructed from it (`liger_losses/cli/text.py` says how): the numbers show that training
+works, not that a model has become better at anything people asked for.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import median_ms, peak_bytes
 from _text import PAIRS_ARE, paragraphs, preference_pairs, train_tokenizer, warm_model
 from datasets import Dataset, disable_progress_bars, load_dataset
 from transformers import AutoTokenizer, ProgressCallback
 from trl import DPOConfig, DPOTrainer
 
 from liger_losses import linear_logprobs
+from liger_losses.cli.figures import rewards_and_head
+from liger_losses.cli.measuring import full_logprobs, median_ms, peak_bytes
 from liger_losses.integrations.trl import fuse_trainer
 
 MIB = 2**20
@@ -98,9 +99,7 @@ def measure_head(trainer: DPOTrainer, device: str) -> dict[str, tuple[float, flo
     weight = model.get_output_embeddings().weight.detach().to(hidden.dtype).requires_grad_()
 
     def full() -> None:
-        logits = (hidden @ weight.T).float()
-        picked = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-        torch.autograd.grad((picked * (target != -100)).sum(), (hidden, weight))
+        torch.autograd.grad(full_logprobs(hidden, weight, target).sum(), (hidden, weight))
 
     def fused() -> None:
         torch.autograd.grad(linear_logprobs(hidden, weight, target).sum(), (hidden, weight))
@@ -111,49 +110,6 @@ def measure_head(trainer: DPOTrainer, device: str) -> dict[str, tuple[float, flo
     )
     ways = {f"full logits\n{target.numel():,} positions": full, f"fused\n{scored:,} scored positions": fused}
     return {name: (peak_bytes(way, device) / MIB, median_ms(way, device)) for name, way in ways.items()}
-
-
-def draw(history: list[dict[str, float]], head: dict[str, tuple[float, float]], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    ink, muted, good, bad, grey = "#1f2933", "#7b8794", "#0f766e", "#c2410c", "#b8c2cc"
-    plt.rcParams.update({"font.size": 10, "text.color": ink, "axes.labelcolor": muted, "xtick.color": muted,
-                         "ytick.color": muted, "axes.edgecolor": "#cbd2d9"})  # fmt: skip
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=[1.7, 1], layout="constrained")
-    logged = [entry for entry in history if "rewards/margins" in entry]
-    steps = [entry["step"] for entry in logged]
-    margins = [entry["rewards/margins"] for entry in logged]
-    left.fill_between(steps, 0, margins, color=good, alpha=0.10, lw=0)
-    for name, colour, label in (
-        ("rewards/margins", good, "margin"),
-        ("rewards/chosen", ink, "chosen"),
-        ("rewards/rejected", bad, "rejected"),
-    ):
-        values = [entry[name] for entry in logged]
-        left.plot(steps, values, color=colour, lw=2.2 if label == "margin" else 1.5)
-        left.annotate(
-            label, (steps[-1], values[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center"
-        )
-    left.axhline(0, color="#cbd2d9", lw=0.8, zorder=0)
-    left.set(xlabel="step", ylabel="implicit reward  β log π/π_ref")
-    left.set_title("Training rewards", loc="left", fontweight="bold")
-    left.margins(x=0.02)
-    names = list(head)
-    bars = right.bar(names, [head[n][0] for n in names], color=[grey, good], width=0.55)
-    for bar, name in zip(bars, names, strict=True):
-        memory, milliseconds = head[name]
-        right.annotate(f"{memory:.1f} MiB\n{milliseconds:.0f} ms", (bar.get_x() + bar.get_width() / 2, memory),
-                       xytext=(0, 4), textcoords="offset points", ha="center", color=ink)  # fmt: skip
-    right.set(ylabel="peak MiB, forward + backward", ylim=(0, 1.22 * max(m for m, _ in head.values())))
-    right.set_title("Loss head on one batch", loc="left", fontweight="bold")
-    right.tick_params(axis="x", length=0, labelcolor=ink)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=muted)
-    figure.savefig(path, dpi=160)
 
 
 def main() -> None:
@@ -192,7 +148,9 @@ def main() -> None:
         print(f"  {name.replace(chr(10), ', '):32s} {memory:8.1f} MiB {milliseconds:8.1f} ms")
     pairs = args.dataset or f"pairs {PAIRS_ARE.split(':')[0]}"
     chart = args.output / "dpo.png"
-    draw(trainer.state.log_history, head, chart, f"DPO on fused heads: {args.model or 'a small Llama'}, {pairs}")
+    rewards_and_head(
+        trainer.state.log_history, head, chart, f"DPO on fused heads: {args.model or 'a small Llama'}, {pairs}"
+    )
     print(f"chart: {chart}")
 
 

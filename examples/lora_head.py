@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _measure import median_ms, peak_bytes
 from _trainer import MIB, material, parse
 from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
+from liger_losses.cli.measuring import median_ms, peak_bytes
 from liger_losses.integrations.transformers import fuse_model
 
 

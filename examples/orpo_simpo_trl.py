@@ -5,7 +5,7 @@
     python examples/orpo_simpo_trl.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 
 TRL builds the logits of every position of both answers here, so this is where a fused head saves the most memory.
-Without `--model` the pairs are constructed (`_text.py` says how).
+Without `--model` the pairs are constructed (`liger_losses/cli/text.py` says how).
 """
 
 from __future__ import annotations

@@ -1,23 +1,81 @@
-"""Every Python block of the README that stands on its own runs as it is written."""
+"""Every Python block of README and docs/ that is a whole program runs as it is written; the others are marked.
+
+A block that stands beside the reader's own model and data, or continues another, has `<!-- fragment -->` on the line before
+it, which no reader sees.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
-# The others stand beside the reader's own model and data.
-ALONE = [block for block in BLOCKS if "(...)" not in block and "(model)" not in block]
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(<!-- fragment -->\n)?```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(code, not marked, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, (marked, code) in enumerate(FENCE.findall(page.read_text(encoding="utf-8")), start=1)
+]
 
 
 def test_blocks_were_found() -> None:
-    assert len(ALONE) >= 5
-    assert len(BLOCKS) - len(ALONE) == 2
+    assert sum(block.values[1] for block in BLOCKS) >= 10
 
 
-@pytest.mark.parametrize("block", ALONE, ids=range(len(ALONE)))
-def test_block_runs(block: str) -> None:
-    exec(compile(block, str(README), "exec", dont_inherit=True), {"__name__": "__main__"})
+@pytest.mark.parametrize(("code", "whole"), BLOCKS)
+def test_block_runs(code: str, whole: bool) -> None:
+    program = compile(code, "block", "exec", dont_inherit=True)  # a fragment, too, is Python
+    if whole:  # one that is not, and fails here, lacks its `<!-- fragment -->`
+        exec(program, {"__name__": "__main__"})
+
+
+def test_fences_are_all_seen() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("```python") == len(FENCE.findall(text)), page.name
+
+
+def test_costs_in_the_readme_are_those_of_the_results() -> None:
+    """Each row of README's table against the newest committed results: `85.2 ms` and `2,366 MiB` are its roundings."""
+    from benchmarks import results
+
+    reports: dict[str, Any] = {}
+    for record in results.newest():
+        for report in record.get("cases", []):
+            reports.setdefault(report["case"], report)  # later ones are of other labels
+    columns = [reports[case] for case in ("ce-8192/llama3-8b", "dpo-4x2048/llama3-8b", "dpo-4x2048/llama3-8b/frozen")]
+    names = {
+        "**ours, fp32 logits**": ("ours (fp32 logits)",) * 3,
+        "ours, bf16 logits": ("ours (bf16 logits)",) * 3,
+        "ours, fp32 logits, `memory_budget=4 << 30`": (None, "ours (cached, fp32)", None),
+        "ours, least memory, bf16 logits": ("ours (min memory, bf16)", "ours (min memory, bf16)", None),
+        "TRL 1.16": ("TRL fused head",) * 3,
+        "liger-kernel 0.8.5": ("liger-kernel", "liger-kernel, compiled", "liger-kernel, compiled"),
+        "full logits, eager": ("full logits, eager",) * 3,
+    }
+    lines = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    table = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
+    floors = [f"{report['floor']['ms']:.1f} ms" for report in columns]
+    assert table["floor"] == floors
+    for label, rows in names.items():
+        for cell, name, report in zip(table[label], rows, columns, strict=True):
+            row = next((row for row in report["rows"] if row["implementation"] == name), None)
+            want = "" if row is None else f"{row['ms']:.1f} ms, {row['extra_bytes'] / 2**20:,.0f} MiB"
+            assert cell.replace("**", "") == want, (label, report["case"])
+
+
+def test_charts_are_of_the_committed_results() -> None:
+    """The page says what the results say, and every chart it shows is there."""
+    from benchmarks import charts, results
+
+    records = results.newest()
+    shown = {case: f"{results.CHARTS}/{charts.name_of(case)}" for case in charts.CASES}
+    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == results.page(records, shown)
+    for path in shown.values():
+        assert (ROOT / "docs" / path).is_file()
+    cases = {report["case"] for record in records for report in record.get("cases", [])}
+    assert set(charts.CASES) <= cases

@@ -1,0 +1,74 @@
+"""`liger-losses plan | bench | doctor | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from liger_losses._version import __version__
+
+from .extras import CommandError
+from .gpus import gpus
+from .workloads import WORKLOADS
+
+_MODULES = {"plan": "planning", "bench": "bench", "doctor": "doctor", "demo": "demo"}
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog="liger-losses", description="Fused linear losses for LLM post-training.")
+    whole.add_argument("--version", action="version", version=f"liger-losses {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True)
+
+    plan = commands.add_parser("plan", help="memory and time of the loss head of a model, before running it")
+    plan.add_argument("model", nargs="?", help="config.json or its folder, or an id such as Qwen/Qwen2.5-7B")
+    plan.add_argument("--list-models", action="store_true", help="name the models known offline, and stop")
+    plan.add_argument("--loss", choices=list(WORKLOADS), default="dpo", help="default: %(default)s")
+    plan.add_argument("--teacher", metavar="MODEL", help="of jsd and fkl: a model with the same vocabulary")
+    plan.add_argument("--batch", type=int, default=8, help="examples a step (pairs, for losses of pairs)")
+    plan.add_argument("--length", type=int, default=2048, help="tokens a row")
+    plan.add_argument("--prompt", type=float, default=0.25, help="share of each row that is not scored")
+    plan.add_argument("--gpu", choices=list(gpus()), default="h200", help="default: %(default)s")
+    plan.add_argument("--frozen", action="store_true", help="the head needs no gradient (LoRA elsewhere)")
+    plan.add_argument("--logits-dtype", choices=("float32", "input"), default="float32")
+    plan.add_argument("--memory-budget", metavar="BYTES", help="as in the library: 512MiB, 4GiB")
+    plan.add_argument(
+        "--memory", metavar="BYTES", help="what the head may take in all: finds the largest batch and length"
+    )
+    plan.add_argument("--json", action="store_true", help="machine-readable, bytes")
+    plan.add_argument("--chart", metavar="FILE", help="also draw it: .png, .svg or .pdf")
+
+    bench = commands.add_parser("bench", help="time the losses on this machine")
+    bench.add_argument("--quick", action="store_true", help="ours beside full logits, about a minute; needs no clone")
+    bench.add_argument("--device", help="default: cuda where there is one, else cpu")
+    bench.add_argument(
+        "--out", default="liger-losses-bench", metavar="FOLDER", help="for the report (default: %(default)s)"
+    )
+    bench.add_argument("--repeats", type=int, default=3)
+
+    doctor = commands.add_parser("doctor", help="versions, devices, and a self-test of every kernel")
+    doctor.add_argument("--device", help="default: cuda where there is one, else cpu")
+    doctor.add_argument("--json", action="store_true")
+
+    demo = commands.add_parser("demo", help="DPO on a small model and text of the standard library, with a chart")
+    demo.add_argument("--steps", type=int, default=60, help="DPO steps")
+    demo.add_argument("--warm-up", type=int, default=150, help="steps of next-token training before")
+    demo.add_argument("--out", default="liger-losses-demo", metavar="FOLDER")
+    demo.add_argument("--seed", type=int, default=0)
+    return whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    command = import_module(f".{_MODULES[options.command]}", __package__)
+    try:
+        status: int = command.run(options)
+    except CommandError as error:
+        print(f"liger-losses: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
