@@ -47,9 +47,9 @@ def check_count(name: str, value: object) -> Tensor:
         if readable and not value.item() > 0:
             raise ValueError(f"{name}: got {value.item()}, expected > 0")
         return value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int or a torch.Tensor")
     check_number(name, value, above=0)
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int or a torch.Tensor")
     return torch.as_tensor(value)
 
 

@@ -173,6 +173,10 @@ def test_where_liger_kernel_is_wrong() -> None:
     ours = batch.soft_and_hard(LigerFusedLinearJSDLoss(**pure))
     torch.testing.assert_close(ours, batch.mean("divergence", Divergence(kind="jsd")))
     assert abs(batch.soft_and_hard(peer(**pure)) - ours) > 1e-3 * ours
+    cosine = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearCosineSimilarityLoss
+    ours = batch.soft_and_hard(LigerFusedLinearCosineSimilarityLoss(**pure, beta=1.0))
+    torch.testing.assert_close(ours, batch.mean("divergence", Divergence(kind="cosine")))
+    assert abs(batch.soft_and_hard(cosine(**pure, beta=1.0)) - ours) > 1e-3 * ours
 
     # B02.
     generator = torch.Generator().manual_seed(0)

@@ -29,6 +29,7 @@ MASK = TARGET != -100
 LOGPROBS = -normal(R, T, seed=3).exp()
 ADVANTAGES = normal(R, seed=4)
 TWO_HEADS = (HIDDEN, WEIGHT, HIDDEN, OTHER, TARGET)
+SOFT = (HIDDEN, WEIGHT, (HIDDEN @ OTHER.T).softmax(-1), TARGET)
 
 
 def of_object(loss: Any, **inputs: Tensor) -> Callable[..., Any]:
@@ -61,6 +62,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "LigerFusedLinearJSDLoss": lambda **n: modules.LigerFusedLinearJSDLoss()(*TWO_HEADS, **n),
     "LigerFusedLinearCosineSimilarityLoss": lambda **n: modules.LigerFusedLinearCosineSimilarityLoss()(*TWO_HEADS, **n),
     "LigerFusedLinearJSD": lambda **n: modules.LigerFusedLinearJSD()(*TWO_HEADS, **n),
+    "LigerFusedLinearKLDivLoss": lambda **n: modules.LigerFusedLinearKLDivLoss()(*SOFT, **n),
     "LigerFusedLinearGRPOLoss": policy(modules.LigerFusedLinearGRPOLoss(loss_type="dapo", beta=0.0, use_ref_model=False)),
     "fused_linear_distillation": distilled,
     "cross_entropy_loss": lambda **n: cross_entropy_loss(LOGPROBS, MASK, **n),
@@ -70,6 +72,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "liger_fused_linear_jsd_loss": lambda **n: functional.liger_fused_linear_jsd_loss(*TWO_HEADS, **n),
     "liger_fused_linear_cosine": lambda **n: functional.liger_fused_linear_cosine(*TWO_HEADS, **n),
     "liger_fused_linear_jsd": lambda **n: functional.liger_fused_linear_jsd(*TWO_HEADS, **n),
+    "liger_fused_linear_kl_div": lambda **n: functional.liger_fused_linear_kl_div(*SOFT, **n),
     "liger_fused_linear_grpo": lambda **n: policy(functional.liger_fused_linear_grpo)(
         loss_type="dapo", beta=0.0, use_ref_model=False, **n
     ),
@@ -88,6 +91,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (-3, ValueError, "got -3, expected a finite number > 0"),
     (float("nan"), ValueError, "got nan, expected a finite number > 0"),
     (True, TypeError, "got True of type bool, expected a Python number"),
+    (2.5, TypeError, "got 2.5 of type float, expected an int or a torch.Tensor"),
     ("8", TypeError, "got '8' of type str, expected a Python number"),
     (torch.tensor(0), ValueError, "got 0, expected > 0"),
     (torch.tensor(-2.0), ValueError, "got -2.0, expected > 0"),
