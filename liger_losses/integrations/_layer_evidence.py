@@ -1,9 +1,9 @@
 """Whether a module and the layer it was taken for agree beyond the inputs on which they first did.
 
 Functions made of analytic operations that agree on an open set agree everywhere, and nearly all layers are made so:
-`Operations` records what a forward runs, and a clamp, a comparison, a dropout or a look at a value is a refusal whatever
-the magnitudes were. Python can still branch on a shape, the rank, the mode or the grad mode, and gradients can be cut:
-those are tried.
+`Operations` records what a forward runs, and a clamp, a comparison, a dropout or a look at a value is a refusal
+whatever the magnitudes were. Python can still branch on a shape, the rank, the mode or the grad mode, and gradients can
+be cut: those are tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from liger_losses.kernels import implementation
 
 _SHAPES = (
     "view _unsafe_view reshape expand unsqueeze squeeze transpose t permute slice select split split_with_sizes unbind "
-    "clone alias detach copy _to_copy cat stack lift_fresh empty empty_like new_empty zeros zeros_like ones ones_like full"
+    "clone alias detach copy _to_copy cat stack lift_fresh empty empty_like new_empty zeros zeros_like ones ones_like "
+    "full"
 )
 _ARITHMETIC = (
     "add sub rsub mul div neg reciprocal pow square sqrt rsqrt mean sum var var_mean linalg_vector_norm exp sin cos "
@@ -60,6 +61,10 @@ def _is_many(out: Any) -> bool:
 def _boundless(bounds: Sequence[Any], named: dict[str, Any] | None) -> bool:
     """Whether a clamp clamps nothing."""
     return all(isinstance(b, float) and math.isinf(b) for b in (*bounds, *(named or {}).values()) if b is not None)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @contextlib.contextmanager
@@ -107,8 +112,8 @@ def difference(
         share: As in `near`.
         allowed: Operations of the module besides the analytic ones.
     """
-    for training in (True, False):
-        mode = "training" if training else "evaluation"
+    for training in (False, True):
+        mode = " in training" if training else ""
         module = make(1.0)
         module.training = training
         before = {name: id(value) for name, value in vars(module).items()}
@@ -118,13 +123,13 @@ def difference(
         with operations:
             seen(module, x)
         if operations.strange:
-            return f"its forward runs {', '.join(operations.strange)} in {mode}"
+            return f"its forward runs {', '.join(operations.strange)}{mode}"
         if before != {name: id(value) for name, value in vars(module).items()}:
             return "its forward sets attributes"
         if not torch.equal(x, kept):
             return "its forward writes to its input"
         tried = 0
-        for shape in [*((2, n) for n in LENGTHS), (3,), (70,), (1, 1), (5, 2), (2, 3, 4), (0, 3)]:
+        for shape in [*((2 if n < 18 else 1, n) for n in LENGTHS), (3,), (70,), (1, 1), (5, 2), (2, 3, 4), (0, 3)]:
             x = inputs(*shape)
             try:
                 own = seen(module, x)
@@ -132,7 +137,7 @@ def difference(
                 continue  # what it cannot take
             tried += 1
             if not near(found(module, x), own, share):
-                return f"differs for inputs of {len(shape) + 1} dimensions and length {shape[-1]} in {mode}"
+                return f"differs for inputs of {len(shape) + 1} dimensions and length {shape[-1]}{mode}"
         if not tried:
             return "could not be tried on inputs of any shape"
         for scale in SCALES:
@@ -151,7 +156,7 @@ def difference(
                 return f"differs for inputs with {odd}"
         for size in (1.0, 1e4):
             if not _same_gradients(seen, found, module, inputs(2, 3), size):
-                return f"has other gradients in {mode}"
+                return f"has other gradients{mode}"
     return None
 
 
@@ -172,7 +177,7 @@ def _same_gradients(
         if not y.requires_grad:
             return False
         # The second term goes along with what was normalised, and so shows a statistic that was cut off.
-        sent = size * (torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype) + y.detach())
+        sent = size * (torch.randn(y.shape, generator=generator(1)).to(y.dtype) + y.detach())
         results.append(torch.autograd.grad(y, leaves, sent, allow_unused=True))
     pairs = zip(*results, strict=True)
     return all((a is None) == (b is None) and (a is None or near(a.flatten(), b.flatten(), 1e-4)) for a, b in pairs)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_losses.integrations._layer_evidence import difference, generator, laboratory, near
 from liger_losses.kernels import (
     ACTIVATIONS,
     gated_activation,
@@ -25,8 +26,6 @@ from liger_losses.kernels import (
     packed_gated_activation,
     rms_norm,
 )
-from liger_losses.integrations._layer_evidence import LENGTHS, difference, laboratory, near
-from liger_losses.kernels.rotary import rotary
 
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,24 +71,6 @@ class MLP:
         return down(gated_activation(first[0](x), first[1](x), self.activation))
 
 
-@dataclass(frozen=True)
-class Rotary:
-    layout: str
-    table: str  # "full", or "pair": the first half of full-width tables; "narrow": tables of half the width
-    partial: bool  # tables narrower than the heads were tried, and pass the rest of a head on
-    single: bool  # one tensor in, one out
-
-    def __str__(self) -> str:
-        return f"rotary ({self.layout.replace('_', ' ')})"
-
-    def __call__(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads_dim: int) -> Any:
-        if self.table == "pair":
-            cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-        table = "full" if self.table == "full" else "pair"
-        rotated = rotary(q, k, cos, sin, layout=self.layout, table=table, heads_dim=heads_dim)
-        return rotated[0] if self.single else rotated
-
-
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The class's forward, of exactly one tensor, not yet replaced on the instance."""
     if "forward" in vars(module):
@@ -110,16 +91,12 @@ def _clone(module: nn.Module) -> nn.Module:
     return clone
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def _scaled_rows(width: int, dtype: torch.dtype) -> Tensor:
     """Rows from so small that eps outweighs them to large, each with a mean of its own."""
-    generator = _generator()
+    source = generator()
     sizes = torch.tensor([1e-4, 1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
     count = max(3, 512 // width)  # enough entries for a share of them to mean something
-    rows = torch.randn(5, count, width, generator=generator) + torch.randn(5, count, 1, generator=generator)
+    rows = torch.randn(5, count, width, generator=source) + torch.randn(5, count, 1, generator=source)
     return (sizes * rows).to(dtype)
 
 
@@ -166,13 +143,13 @@ def recognise_norm(module: nn.Module) -> Norm:
 def _norm_difference(module: nn.Module, forward: Callable[..., Any], norm: Norm, width: int) -> str | None:
     other = _clone(module)
     setattr(other, norm.eps_name, 0.01)
-    x = 0.1 * torch.randn(2, 3, width, generator=_generator())
+    x = 0.1 * torch.randn(2, 3, width, generator=generator())
 
     def with_parameters(clone: nn.Module, scale: float) -> nn.Module:
-        generator = _generator()
+        source = generator()
         for name, parameter in vars(clone)["_parameters"].items():
             if parameter is not None:
-                vars(clone)["_parameters"][name] = nn.Parameter(scale * torch.randn(width, generator=generator))
+                vars(clone)["_parameters"][name] = nn.Parameter(scale * torch.randn(width, generator=source))
         return clone
 
     def found(clone: nn.Module, x: Tensor) -> Tensor:
@@ -185,7 +162,7 @@ def _norm_difference(module: nn.Module, forward: Callable[..., Any], norm: Norm,
         forward,
         found,
         lambda scale: with_parameters(_clone(module), scale),
-        lambda *shape: torch.randn(*shape, width, generator=_generator()),
+        lambda *shape: torch.randn(*shape, width, generator=generator()),
         2e-5,
     )
 
@@ -205,11 +182,11 @@ def _norm_dtypes(own: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
 def _same_norm(
     module: nn.Module, forward: Callable[..., Any], norm: Norm, width: int, dtype: torch.dtype, kept: torch.dtype
 ) -> bool:
-    clone, generator = _clone(module), _generator()
+    clone, source = _clone(module), generator()
     x = _scaled_rows(width, dtype)
     for name, parameter in vars(clone)["_parameters"].items():
         if parameter is not None:
-            value = torch.randn(width, generator=generator).to(kept)
+            value = torch.randn(width, generator=source).to(kept)
             vars(clone)["_parameters"][name] = nn.Parameter(value, requires_grad=False)
     weight, bias = (vars(clone)["_parameters"].get(name) for name in ("weight", "bias"))
     try:
@@ -292,7 +269,7 @@ def recognise_mlp(module: nn.Module) -> MLP:
             clone = _small_clone(module, sizes, order, 1.0)
             if clone is None:
                 continue
-            x = torch.randn(2, 3, _SMALL[0], generator=_generator(), dtype=torch.float64)
+            x = torch.randn(2, 3, _SMALL[0], generator=generator(), dtype=torch.float64)
             try:
                 seen = forward(clone, x)
             except Exception as error:
@@ -319,7 +296,7 @@ def _mlp_difference(
         forward,
         lambda clone, x: mlp(dict(clone.named_children()), x),
         make,
-        lambda *shape: torch.randn(*shape, _SMALL[0], generator=_generator(), dtype=torch.float64),
+        lambda *shape: torch.randn(*shape, _SMALL[0], generator=generator(), dtype=torch.float64),
         1e-9,
         ("relu",) if mlp.activation == "relu2" else (),
     )
@@ -345,89 +322,3 @@ def _small_clone(
     for name in order:  # far enough from zero for the activations to part
         vars(clone)["_modules"][name].weight.data.normal_(std=scale)
     return clone
-
-
-def recognise_rotary(function: Callable[..., Any]) -> Rotary:
-    """The layout with which `function(q, k, cos, sin)` (or of one tensor) is a rotation by the tables.
-
-    Raises:
-        Refusal: There is none.
-    """
-    reason = "computes none of the known rotations"
-    with laboratory():
-        for layout, table, single in itertools.product(
-            ("half", "interleaved", "interleaved_to_half"), ("full", "pair", "narrow"), (False, True)
-        ):
-            plain = Rotary(layout, table, False, single)
-            if not _rotates(function, plain, 8):
-                continue
-            partial = table != "narrow" and layout != "interleaved_to_half" and _rotates(function, plain, 4)
-            found = next((d for dim in (1, 2) if (d := _rotary_difference(function, plain, dim))), None)
-            if found is None:
-                return Rotary(layout, table, partial, single)
-            reason = f"{found}, unlike a {plain}"
-    raise Refusal(reason)
-
-
-def _rotates(function: Callable[..., Any], candidate: Rotary, width: int) -> bool:
-    return all(_same_rotary(function, candidate, width, dtype, dim) for dtype in PLAIN_DTYPES for dim in (1, 2))
-
-
-def _rotary_difference(function: Callable[..., Any], candidate: Rotary, dim: int) -> str | None:
-    """With the tables of one batch row, which serve all."""
-    size = 8
-    tables = torch.randn(2, 1, 2 * LENGTHS[-1], size // 2 if candidate.table == "narrow" else size)
-
-    def on_heads(rotate: Callable[..., Any]) -> Callable[[nn.Module, Tensor], Tensor]:
-        def rotated(_: nn.Module, x: Tensor) -> Tensor:
-            q = x.reshape(1, 1, -1, size) if dim == 1 else x.reshape(1, -1, 1, size)
-            heads = [q] if candidate.single else [q, -q]
-            cos, sin = tables[:, :, : q.shape[3 - dim]].unbind(0)
-            out = rotate(*heads, cos, sin)
-            return out if candidate.single else torch.cat(tuple(out), dim)
-
-        return rotated
-
-    return difference(
-        on_heads(lambda *t: function(*t, unsqueeze_dim=dim)),
-        on_heads(lambda *t: candidate(t[0], None if candidate.single else t[1], *t[-2:], dim)),
-        lambda scale: nn.Module(),
-        lambda *shape: torch.randn(*shape, size, generator=_generator()),
-        1e-5,
-    )
-
-
-def _same_rotary(function: Callable[..., Any], candidate: Rotary, width: int, dtype: torch.dtype, dim: int) -> bool:
-    batch, length, size, generator = 2, 5, 8, _generator()
-
-    def heads(number: int) -> Tensor:
-        shape = (batch, number, length, size) if dim == 1 else (batch, length, number, size)
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    table = width // 2 if candidate.table == "narrow" else width
-    q, k = heads(3), None if candidate.single else heads(1)
-    cos, sin = torch.randn(2, batch, length, table, generator=generator).to(dtype)
-    tensors = [q] if k is None else [q, k]
-    before = [t.clone() for t in tensors]
-    try:
-        seen = function(*tensors, cos, sin, unsqueeze_dim=dim)
-    except Exception:
-        return False
-    if any(not torch.equal(t, old) for t, old in zip(tensors, before, strict=True)):
-        return False
-    if candidate.single != isinstance(seen, Tensor):
-        return False
-    found = candidate(q, k, cos, sin, dim)
-    exact = candidate(q.double(), None if k is None else k.double(), cos.double(), sin.double(), dim)
-    pairs = [(seen, found, exact)] if candidate.single else list(zip(seen, found, exact, strict=False))
-    # Products are rounded before they are added, some to nothing: the size of a result is that of its terms.
-    return all(
-        s.shape == f.shape
-        and s.dtype == f.dtype
-        and bool(((s.double() - e).abs() <= 4 * torch.finfo(dtype).eps * _terms(e)).all())
-        for s, f, e in pairs
-    )
-
-
-def _terms(exact: Tensor) -> Tensor:
-    return exact.abs().amax().clamp(min=1.0)
