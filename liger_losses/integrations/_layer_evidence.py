@@ -70,7 +70,9 @@ def generator(seed: int = 0) -> torch.Generator:
 @contextlib.contextmanager
 def laboratory() -> Iterator[None]:
     """On the CPU, on the twins, with nothing that the caller has switched on and without a trace in its generator."""
+    dtype = torch.get_default_dtype()
     with (
+        contextlib.ExitStack() as stack,
         torch.random.fork_rng(devices=()),
         torch.device("cpu"),
         torch.inference_mode(False),
@@ -78,6 +80,8 @@ def laboratory() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         implementation("torch"),
     ):
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
         yield
 
 

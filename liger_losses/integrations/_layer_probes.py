@@ -83,7 +83,9 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _clone(module: nn.Module) -> nn.Module:
+    """In evaluation, whatever the mode of the module is."""
     clone = copy.copy(module)
+    clone.training = False
     for name in ("_parameters", "_modules"):
         vars(clone)[name] = dict(vars(module)[name])
     # Which a forward may write to.
