@@ -71,9 +71,15 @@ class MLP:
         return down(gated_activation(first[0](x), first[1](x), self.activation))
 
 
+def replaced_already(module: nn.Module) -> bool:
+    """By another forward than the class's, which is what pickle makes of a bound method on an instance."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The class's forward, of exactly one tensor, not yet replaced on the instance."""
-    if "forward" in vars(module):
+    if replaced_already(module):
         raise Refusal("its forward is replaced already")
     forward: Callable[..., Any] = type(module).forward
     parameters = list(inspect.signature(forward).parameters.values())[1:]

@@ -27,6 +27,7 @@ from liger_losses.integrations._layer_probes import (
     own_forward,
     recognise_mlp,
     recognise_norm,
+    replaced_already,
 )
 from liger_losses.integrations._rotary_probe import Rotary, recognise_rotary
 from liger_losses.kernels.registration import transformed
@@ -68,7 +69,7 @@ def fuse_layers(
 ) -> LayerReport:
     """Run the norms, gated MLPs and rotary embeddings of `model` on this library's kernels, wherever they are the same.
 
-    Call it on a model that is built, with or without adapters, before it is wrapped (DDP, FSDP), compiled or trained. A
+    Call it on a model that is built, with or without adapters, before it is wrapped (DDP, FSDP) or trained. A
     layer counts as the same when its class's forward, run on a copy of the instance with random parameters, gives what
     the kernel's convention gives: RMSNorms in 16 bits to the bit, MLPs in fp64, LayerNorms and rotations to rounding;
     at weights and inputs from 1e-6 to 1e5, with NaN and inf, at lengths of 1 to 600, in training and in evaluation;
@@ -274,7 +275,7 @@ def _replace_rotary(
     functions = {n: f for n in named if callable(f := inner.__globals__.get(n))}
     if not functions:
         return
-    if "forward" in vars(module):
+    if replaced_already(module):
         report.refused[name, "its forward, which calls a rotary function, is replaced already"] += 1
         return
     for function in functions.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,18 @@ def test_counts_are_of_one_unit_and_a_second_report_says_so() -> None:
     again = fuse_layers(model)
     assert str(again).startswith("DeepseekV3ForCausalLM: 0 layers on kernels, 1 left alone, 15 on kernels already")
     assert report.replaced.total() == again.already == unfuse_layers(model) == 15
+
+
+def test_a_pickled_model_comes_back_unfused_and_can_be_fused() -> None:
+    model = build("llama").eval()
+    with torch.no_grad():
+        before = model(IDS).logits
+        fuse_layers(model)
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(again(IDS).logits, before)
+        assert unfuse_layers(again) == 0
+        assert fuse_layers(again).replaced.total() == 9
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def test_reasons_for_norms() -> None:
