@@ -7,16 +7,16 @@ gradients of tiled MLPs go through autograd, so that hooks and `torch.autograd.g
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._tiling import tiled_over_tokens
 from .kernels import (
     CASTING_MODES,
-    differentiable_once,
     fused_add_rms_norm,
     gated_activation,
     layer_norm,
@@ -24,6 +24,20 @@ from .kernels import (
     rms_norm,
     rotary,
 )
+from .kernels.registration import check_eps, check_offset
+
+__all__ = [
+    "LigerFusedAddRMSNorm",
+    "LigerGEGLUMLP",
+    "LigerLayerNorm",
+    "LigerPhi3SwiGLUMLP",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
+    "liger_rotary_pos_emb",
+    "tiled_over_tokens",
+]
 
 _INITS: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": torch.zeros}
 # Names of activations in configs -> names of the kernels.
@@ -31,7 +45,15 @@ _SILU = {"silu": "silu", "swish": "silu"}
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, expected a positive integer")
+    if value < 1:
+        raise ValueError(f"{name}: got {value}, expected a positive integer")
+
+
 def _initial(init_fn: str, size: int) -> nn.Parameter:
+    _positive("hidden_size", size)
     if init_fn not in _INITS:
         raise ValueError(f"init_fn: got {init_fn!r}, expected 'ones' or 'zeros'")
     return nn.Parameter(_INITS[init_fn](size))
@@ -69,6 +91,8 @@ class LigerRMSNorm(nn.Module):
         weight = _initial(init_fn, hidden_size)
         if casting_mode not in CASTING_MODES:
             raise ValueError(f"casting_mode: got {casting_mode!r}, expected one of {CASTING_MODES}")
+        check_eps(eps)
+        check_offset(offset)
         if offset and not elementwise_affine:
             raise ValueError(f"offset: got {offset} with elementwise_affine=False, expected 0: there is no weight")
         self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
@@ -100,6 +124,8 @@ class LigerFusedAddRMSNorm(nn.Module):
         super().__init__()
         if casting_mode not in CASTING_MODES:
             raise ValueError(f"casting_mode: got {casting_mode!r}, expected one of {CASTING_MODES}")
+        check_eps(eps)
+        check_offset(offset)
         self.weight = _initial(init_fn, hidden_size)
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
 
@@ -143,6 +169,7 @@ class LigerLayerNorm(nn.Module):
         for name, value in (("impl", impl), ("mode", mode), ("backend", backend)):
             if value is not None:
                 raise ValueError(f"{name}: got {value!r}, expected None: use liger_losses.kernels.implementation")
+        check_eps(eps)
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = _initial(init_fn, hidden_size)
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
@@ -155,6 +182,10 @@ class LigerLayerNorm(nn.Module):
 
 
 def _activation(config: Any, known: dict[str, str], default: str | None) -> str:
+    for needed in ("hidden_size", "intermediate_size"):
+        if not hasattr(config, needed):
+            raise TypeError(f"config: got {type(config).__name__} without {needed}")
+        _positive(f"config.{needed}", getattr(config, needed))
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or default
     if name not in known:
         raise ValueError(f"config.hidden_act: got {name!r}, expected one of {sorted(known)}")
@@ -166,6 +197,8 @@ class _GatedMLP(nn.Module):
 
     def __init__(self, config: Any, intermediate_size: int | None, activation: str) -> None:
         super().__init__()
+        if intermediate_size is not None:
+            _positive("intermediate_size", intermediate_size)
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -225,8 +258,8 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
 class _TiledMLP(_GatedMLP):
     def __init__(self, config: Any, num_shards: int | None, activation: str) -> None:
-        if num_shards is not None and num_shards < 1:
-            raise ValueError(f"num_shards: got {num_shards}, expected a positive number or None")
+        if num_shards is not None:
+            _positive("num_shards", num_shards)
         super().__init__(config, None, activation)
         self.num_shards = num_shards
 
@@ -255,87 +288,6 @@ class LigerTiledGEGLUMLP(_TiledMLP):
         super().__init__(config, num_shards, _activation(config, _GELU, "gelu_pytorch_tanh"))
 
 
-def tiled_over_tokens(
-    function: Callable[[Tensor], Tensor],
-    x: Tensor,  # [..., H]
-    shards: int,
-    module: nn.Module,
-) -> Tensor:
-    """`function(x)` for a function of single tokens, on `shards` groups of tokens in turn, recomputed in backward.
-
-    The gradient of each parameter is summed over groups in fp32 and handed to autograd once.
-
-    Args:
-        function: Maps `[n, H]` to `[n, H']`, token by token, deterministically.
-        x: Any number of leading dimensions.
-        shards: Number of groups, at least 1.
-        module: Whose parameters `function` uses.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    out = _Tiled.apply(function, shards, module, rows, *module.parameters())
-    return out.view(*x.shape[:-1], out.shape[-1])
-
-
-@contextlib.contextmanager
-def _parameters_replaced(module: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
-    """`module` with other tensors in place of `module.parameters()`, in that order."""
-    of = {id(parameter): value for parameter, value in zip(module.parameters(), values, strict=True)}
-    places = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
-    try:
-        for owner, name, parameter in places:
-            cast(dict[str, Any], owner._parameters)[name] = of[id(parameter)]
-        yield
-    finally:
-        for owner, name, parameter in places:
-            owner._parameters[name] = parameter
-
-
-class _Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        function: Callable[[Tensor], Tensor],
-        shards: int,
-        module: nn.Module,
-        x: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.function, ctx.shards, ctx.module = function, shards, module
-        ctx.save_for_backward(x, *parameters)
-        device = x.device.type
-        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        return torch.cat([function(part) for part in x.chunk(shards)])
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, *parameters = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[3:]
-        # Stand-ins: hooks of the parameters themselves are for the whole gradient, not for that of a group.
-        aliases = [p.detach().requires_grad_(need) for p, need in zip(parameters, needs, strict=True)]
-        wanted = [alias for alias in aliases if alias.requires_grad]
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
-        dx = torch.empty_like(x) if needs_x else None
-        device, dtype, enabled = ctx.autocast
-        done = 0
-        for part, sent in zip(x.chunk(ctx.shards), dy.chunk(ctx.shards), strict=True):
-            leaf = part.detach().requires_grad_(needs_x)
-            autocast = torch.autocast(device, dtype=dtype, enabled=enabled)
-            with torch.enable_grad(), autocast, _parameters_replaced(ctx.module, aliases):
-                out = ctx.function(leaf)
-            leaves = [leaf, *wanted] if needs_x else wanted
-            found = list(torch.autograd.grad(out, leaves, sent, allow_unused=True))
-            if dx is not None:
-                dx[done : done + len(part)] = found.pop(0)
-            done += len(part)
-            for total, gradient in zip(sums, found, strict=True):
-                if gradient is not None:
-                    total += gradient
-        summed = iter(sums)
-        gradients = (next(summed).to(p.dtype) if need else None for p, need in zip(parameters, needs, strict=True))
-        return None, None, None, dx, *gradients
-
-
 def liger_rotary_pos_emb(
     q: Tensor,  # [B, heads, T, D]
     k: Tensor,  # [B, kv_heads, T, D]
@@ -351,20 +303,38 @@ def liger_rotary_pos_emb(
         q, k: Queries and keys, with the heads at dimension `unsqueeze_dim`. Never written to.
         cos, sin: By position of each row, or a table of all positions where `position_ids` are given. They may be
             narrower than a head: the rest of it is passed on.
-        position_ids: Positions to take from a table `[positions, R]`.
+        position_ids: `[B, T]`, whole numbers: positions to take from a table `[positions, R]`.
         unsqueeze_dim: 1 for `[B, heads, T, D]`, 2 for `[B, T, heads, D]`.
         rotary_dim: Entries of a head to rotate, where cos and sin hold one entry per pair (`rotary_dim / 2`).
 
     Raises:
-        ValueError: Shapes do not fit, or `position_ids` come with tables that are by position already.
+        ValueError: Shapes do not fit, or `position_ids` come with tables that are by position already, or leave the
+            table (on a CPU; elsewhere the device asserts).
+        TypeError: An input is no floating-point tensor, or `position_ids` no tensor of int32 or int64.
     """
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(
+            f"unsqueeze_dim: got {unsqueeze_dim!r}, expected 1 for [B, heads, T, D] or 2 for [B, T, heads, D]"
+        )
+    for name, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a tensor")
     if position_ids is not None:
+        if not isinstance(position_ids, Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
+            seen = position_ids.dtype if isinstance(position_ids, Tensor) else type(position_ids).__name__
+            raise TypeError(f"position_ids: got {seen}, expected a tensor of int32 or int64")
         if cos.dim() != 2 or sin.dim() != 2:
             raise ValueError(
                 f"position_ids: got them with cos of shape {tuple(cos.shape)}; expected a table [positions, R] to take "
                 "rows from. cos and sin that are by position already need no position_ids."
             )
-        cos, sin = cos[position_ids], sin[position_ids]
+        try:
+            # Not indexing, which takes negative positions from the table's end.
+            cos, sin = F.embedding(position_ids, cos), F.embedding(position_ids, sin)
+        except IndexError:
+            raise ValueError(
+                f"position_ids: got positions outside of the table, expected 0 to {min(len(cos), len(sin)) - 1}"
+            ) from None
     table = "full"
     if rotary_dim is not None:
         if cos.shape[-1] not in (rotary_dim, rotary_dim / 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from liger_losses import layers
 from liger_losses.layers import (
     LigerFusedAddRMSNorm,
     LigerGEGLUMLP,
@@ -208,8 +211,8 @@ CONFIGURED = SimpleNamespace(**CONFIG, hidden_act="relu")
         (lambda: LigerLayerNorm(3, impl="cute"), "impl: got 'cute', expected None"),
         (lambda: LigerSwiGLUMLP(CONFIGURED), "config.hidden_act: got 'relu', expected one of ['silu', 'swish']"),
         (lambda: LigerGEGLUMLP(CONFIGURED), "config.hidden_act: got 'relu', expected one of ['gelu', 'gelu_new'"),
-        (lambda: LigerTiledSwiGLUMLP(SimpleNamespace(**CONFIG, hidden_act="silu"), 0), "num_shards: got 0, expected a positive number or None"),
-        (lambda: liger_rotary_pos_emb(*torch.zeros(4, 1, 1, 1, 4), torch.zeros(1, 1)), "position_ids: got them with cos of shape (1, 1, 1, 4)"),
+        (lambda: LigerTiledSwiGLUMLP(SimpleNamespace(**CONFIG, hidden_act="silu"), 0), "num_shards: got 0, expected a positive integer"),
+        (lambda: liger_rotary_pos_emb(*torch.zeros(4, 1, 1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)), "position_ids: got them with cos of shape (1, 1, 1, 4)"),
         (lambda: liger_rotary_pos_emb(*torch.zeros(2, 1, 1, 1, 4), *torch.zeros(2, 1, 1, 4), rotary_dim=3), "rotary_dim: got 3 with cos of width 4"),
     ],
 )  # fmt: skip
@@ -217,3 +220,17 @@ def test_bad_arguments(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    page = Path(__file__).parent.parent / "docs" / "layers.md"
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) if "(model)" not in b)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(block, str(page), "exec", dont_inherit=True), names)
+    assert names["x"].grad.shape == (2, 5, 32)
+    assert names["total"].shape == names["y"].shape == (2, 5, 32)
+
+
+def test_public_names() -> None:
+    assert {name for name in vars(layers) if name.startswith(("Liger", "liger"))} <= set(layers.__all__)
+    assert all(hasattr(layers, name) for name in layers.__all__)

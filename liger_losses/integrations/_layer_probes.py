@@ -2,7 +2,8 @@
 
 A probe runs the class's forward on a shallow copy of the instance, with its own scalars and flags and with random
 parameters (or, for an MLP, small random projections) in place of the trained ones: trained weights may be zero or one
-and tell conventions apart no more. The instance itself is never written to.
+and tell conventions apart no more. The instance itself is never written to. The convention that fits then has to stand
+the trials of `_layer_evidence`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_losses.integrations._layer_evidence import difference, generator, laboratory, near
 from liger_losses.kernels import (
     ACTIVATIONS,
     gated_activation,
-    implementation,
     layer_norm,
     packed_gated_activation,
     rms_norm,
 )
-from liger_losses.kernels.rotary import rotary
 
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,6 +37,7 @@ class Refusal(Exception):
 @dataclass(frozen=True)
 class Norm:
     kind: str  # "rms" or "layer"
+    eps_name: str  # the attribute that holds it
     eps: float
     offset: float
     casting_mode: str  # of an RMSNorm
@@ -45,11 +46,11 @@ class Norm:
         offset = "1 + w" if self.offset else "w"
         return f"RMSNorm ({offset}, {self.casting_mode})" if self.kind == "rms" else f"LayerNorm ({offset})"
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        offset = 0.0 if weight is None else self.offset
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None = None) -> Tensor:
+        eps, offset = self.eps if eps is None else eps, 0.0 if weight is None else self.offset
         if self.kind == "rms":
-            return rms_norm(x, weight, eps=self.eps, offset=offset, casting_mode=self.casting_mode)
-        return layer_norm(x, weight, bias, eps=self.eps, offset=offset)
+            return rms_norm(x, weight, eps=eps, offset=offset, casting_mode=self.casting_mode)
+        return layer_norm(x, weight, bias, eps=eps, offset=offset)
 
 
 @dataclass(frozen=True)
@@ -70,27 +71,15 @@ class MLP:
         return down(gated_activation(first[0](x), first[1](x), self.activation))
 
 
-@dataclass(frozen=True)
-class Rotary:
-    layout: str
-    table: str  # "full", or "pair": the first half of full-width tables; "narrow": tables of half the width
-    partial: bool  # tables narrower than the heads were tried, and pass the rest of a head on
-    single: bool  # one tensor in, one out
-
-    def __str__(self) -> str:
-        return f"rotary ({self.layout.replace('_', ' ')})"
-
-    def __call__(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads_dim: int) -> Any:
-        if self.table == "pair":
-            cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-        table = "full" if self.table == "full" else "pair"
-        rotated = rotary(q, k, cos, sin, layout=self.layout, table=table, heads_dim=heads_dim)
-        return rotated[0] if self.single else rotated
+def replaced_already(module: nn.Module) -> bool:
+    """By another forward than the class's, which is what pickle makes of a bound method on an instance."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The class's forward, of exactly one tensor, not yet replaced on the instance."""
-    if "forward" in vars(module):
+    if replaced_already(module):
         raise Refusal("its forward is replaced already")
     forward: Callable[..., Any] = type(module).forward
     parameters = list(inspect.signature(forward).parameters.values())[1:]
@@ -100,22 +89,22 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _clone(module: nn.Module) -> nn.Module:
+    """In evaluation, whatever the mode of the module is."""
     clone = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
+    clone.training = False
+    for name in ("_parameters", "_modules"):
         vars(clone)[name] = dict(vars(module)[name])
+    # Which a forward may write to.
+    vars(clone)["_buffers"] = {n: None if b is None else b.clone() for n, b in vars(module)["_buffers"].items()}
     return clone
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def _scaled_rows(width: int, dtype: torch.dtype) -> Tensor:
     """Rows from so small that eps outweighs them to large, each with a mean of its own."""
-    generator = _generator()
+    source = generator()
     sizes = torch.tensor([1e-4, 1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
     count = max(3, 512 // width)  # enough entries for a share of them to mean something
-    rows = torch.randn(5, count, width, generator=generator) + torch.randn(5, count, 1, generator=generator)
+    rows = torch.randn(5, count, width, generator=source) + torch.randn(5, count, 1, generator=source)
     return (sizes * rows).to(dtype)
 
 
@@ -135,22 +124,62 @@ def recognise_norm(module: nn.Module) -> Norm:
             raise Refusal(f"a parameter of shape {tuple(parameter.shape)}")
         if parameter.dtype not in PLAIN_DTYPES:
             raise Refusal(f"a parameter of {parameter.dtype}")
+    if any(True for _ in module.buffers(recurse=False)):
+        raise Refusal("has buffers")
     shape = getattr(module, "normalized_shape", None)
     width = weight.shape[0] if weight is not None else shape[-1] if isinstance(shape, tuple) else 16
-    candidates = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
+    named = [(name, value) for name, value in vars(module).items() if isinstance(value, float) and 0 < value < 1e-2]
+    if not named and "eps" in vars(module) and module.eps is None:
+        raise Refusal("its eps is None: another number for every dtype")
     own = weight.dtype if weight is not None else torch.float32
-    for eps in dict.fromkeys(candidates):
-        for norm in _norms(eps, weight is not None, bias is not None):
-            if all(_same_norm(module, forward, norm, width, *dtypes) for dtypes in _norm_dtypes(own)):
-                return norm
-    raise Refusal("computes none of the known norms")
+    reason = "computes none of the known norms"
+    with laboratory():
+        for eps_name, eps in named:
+            for norm in _norms(eps_name, eps, weight is not None, bias is not None):
+                fits = {d: _same_norm(module, forward, norm, width, *d) for d in _norm_dtypes(own)}
+                if all(fits.values()):
+                    found = _norm_difference(module, forward, norm, width)
+                    if found is None:
+                        return norm
+                    reason = f"{found}, unlike {norm}"
+                elif norm.kind == "rms" and fits[torch.bfloat16, torch.bfloat16] and reason.startswith("computes"):
+                    x, kept = (str(dtype).removeprefix("torch.") for dtype in next(d for d in fits if not fits[d]))
+                    reason = f"computes {norm} in bfloat16 and not for {x} inputs with {kept} weights"
+    raise Refusal(reason)
 
 
-def _norms(eps: float, weighted: bool, biased: bool) -> Iterator[Norm]:
+def _norm_difference(module: nn.Module, forward: Callable[..., Any], norm: Norm, width: int) -> str | None:
+    other = _clone(module)
+    setattr(other, norm.eps_name, 0.01)
+    x = 0.1 * torch.randn(2, 3, width, generator=generator())
+
+    def with_parameters(clone: nn.Module, scale: float) -> nn.Module:
+        source = generator()
+        for name, parameter in vars(clone)["_parameters"].items():
+            if parameter is not None:
+                vars(clone)["_parameters"][name] = nn.Parameter(scale * torch.randn(width, generator=source))
+        return clone
+
+    def found(clone: nn.Module, x: Tensor) -> Tensor:
+        return norm(x, getattr(clone, "weight", None), getattr(clone, "bias", None), getattr(clone, norm.eps_name))
+
+    other = with_parameters(other, 1.0)
+    if not near(found(other, x), forward(other, x), 2e-5):
+        return f"takes its eps from elsewhere than {norm.eps_name}"
+    return difference(
+        forward,
+        found,
+        lambda scale: with_parameters(_clone(module), scale),
+        lambda *shape: torch.randn(*shape, width, generator=generator()),
+        2e-5,
+    )
+
+
+def _norms(eps_name: str, eps: float, weighted: bool, biased: bool) -> Iterator[Norm]:
     for offset in (0.0, 1.0) if weighted else (0.0,):
         if not biased:
-            yield from (Norm("rms", eps, offset, mode) for mode in ("llama", "gemma", "none"))
-        yield Norm("layer", eps, offset, "")
+            yield from (Norm("rms", eps_name, eps, offset, mode) for mode in ("llama", "gemma", "none"))
+        yield Norm("layer", eps_name, eps, offset, "")
 
 
 def _norm_dtypes(own: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
@@ -161,25 +190,24 @@ def _norm_dtypes(own: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
 def _same_norm(
     module: nn.Module, forward: Callable[..., Any], norm: Norm, width: int, dtype: torch.dtype, kept: torch.dtype
 ) -> bool:
-    clone, generator = _clone(module), _generator()
+    clone, source = _clone(module), generator()
     x = _scaled_rows(width, dtype)
     for name, parameter in vars(clone)["_parameters"].items():
         if parameter is not None:
-            value = torch.randn(width, generator=generator).to(kept)
+            value = torch.randn(width, generator=source).to(kept)
             vars(clone)["_parameters"][name] = nn.Parameter(value, requires_grad=False)
     weight, bias = (vars(clone)["_parameters"].get(name) for name in ("weight", "bias"))
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), implementation("torch"):
-        try:
-            seen = forward(clone, x)
-        except Exception:
-            # torch's LayerNorm takes no weight of another dtype; a mixture is then nothing that can differ.
-            return norm.kind == "layer" and dtype != kept
-        found = norm(x, weight, bias)
-        if not isinstance(seen, Tensor) or seen.shape != found.shape or seen.dtype != found.dtype:
-            return False
-        if norm.kind == "rms":
-            return _same_roundings(found, seen, dtype)
-        return _as_close(found, seen, norm(x.double(), _double(weight), _double(bias)))
+    try:
+        seen = forward(clone, x)
+    except Exception:
+        # torch's LayerNorm takes no weight of another dtype; a mixture is then nothing that can differ.
+        return norm.kind == "layer" and dtype != kept
+    found = norm(x, weight, bias)
+    if not isinstance(seen, Tensor) or seen.shape != found.shape or seen.dtype != found.dtype:
+        return False
+    if norm.kind == "rms":
+        return _same_roundings(found, seen, dtype)
+    return _as_close(found, seen, norm(x.double(), _double(weight), _double(bias)))
 
 
 def _same_roundings(found: Tensor, seen: Tensor, dtype: torch.dtype) -> bool:
@@ -243,107 +271,62 @@ def recognise_mlp(module: nn.Module) -> MLP:
             raise Refusal(f"{name} has parameters")
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in child.modules()):
             raise Refusal(f"{name} has hooks that would not run")
-    for order in itertools.permutations(sizes):
-        clone = _small_clone(module, sizes, order)
-        if clone is None:
-            continue
-        x = torch.randn(2, 3, _SMALL[0], generator=_generator(), dtype=torch.float64)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), implementation("torch"):
-            seen = []
-            for training in (True, False):
-                clone.training = training
-                try:
-                    seen.append(forward(clone, x))
-                except Exception as error:
-                    raise Refusal(f"could not be tried ({type(error).__name__})") from None
+    reason = "computes none of the known gated MLPs"
+    with laboratory():
+        for order in itertools.permutations(sizes):
+            clone = _small_clone(module, sizes, order, 1.0)
+            if clone is None:
+                continue
+            x = torch.randn(2, 3, _SMALL[0], generator=generator(), dtype=torch.float64)
+            try:
+                seen = forward(clone, x)
+            except Exception as error:
+                raise Refusal(f"could not be tried ({type(error).__name__})") from None
             for activation in ACTIVATIONS:
                 mlp = MLP(order, activation)
-                found = mlp(dict(clone.named_children()), x)
-                if all(isinstance(s, Tensor) and s.shape == found.shape and _equal(s, found) for s in seen):
-                    return mlp
-    raise Refusal("computes none of the known gated MLPs")
+                if near(mlp(dict(clone.named_children()), x), seen, 1e-10):
+                    found = _mlp_difference(module, forward, mlp, sizes)
+                    if found is None:
+                        return mlp
+                    reason = f"{found}, unlike a {mlp}"
+    raise Refusal(reason)
+
+
+def _mlp_difference(
+    module: nn.Module, forward: Callable[..., Any], mlp: MLP, sizes: dict[str, tuple[int, int]]
+) -> str | None:
+    def make(scale: float) -> nn.Module:
+        clone = _small_clone(module, sizes, mlp.children, scale)
+        assert clone is not None
+        return clone
+
+    return difference(
+        forward,
+        lambda clone, x: mlp(dict(clone.named_children()), x),
+        make,
+        lambda *shape: torch.randn(*shape, _SMALL[0], generator=generator(), dtype=torch.float64),
+        1e-9,
+        ("relu",) if mlp.activation == "relu2" else (),
+    )
 
 
 _SMALL = 6, 10  # hidden and intermediate size of a probe
 
 
-def _equal(seen: Tensor, found: Tensor) -> bool:
-    return seen.dtype == found.dtype and torch.allclose(seen, found, rtol=1e-10, atol=1e-10)
-
-
-def _small_clone(module: nn.Module, sizes: dict[str, tuple[int, int]], order: tuple[str, ...]) -> nn.Module | None:
-    """A copy with small projections, if the sizes let the children have the roles of `order`."""
+def _small_clone(
+    module: nn.Module, sizes: dict[str, tuple[int, int]], order: tuple[str, ...], scale: float
+) -> nn.Module | None:
+    """A copy with small projections of that scale, if the sizes let the children have the roles of `order`."""
     hidden, middle = _SMALL
     *first, down = (sizes[name] for name in order)
     packed = len(first) == 1
     if any(f != first[0] for f in first) or down[1] != first[0][0] or first[0][1] != down[0] * (2 if packed else 1):
         return None
     clone = _clone(module)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        for name in order[:-1]:
-            vars(clone)["_modules"][name] = _Projection(hidden, middle * (2 if packed else 1), dtype=torch.float64)
-        vars(clone)["_modules"][order[-1]] = _Projection(middle, hidden, dtype=torch.float64)
-        for name in order:  # far enough from zero for the activations to part
-            child = vars(clone)["_modules"][name]
-            child.weight.data.normal_()
+    torch.manual_seed(0)
+    for name in order[:-1]:
+        vars(clone)["_modules"][name] = _Projection(hidden, middle * (2 if packed else 1), dtype=torch.float64)
+    vars(clone)["_modules"][order[-1]] = _Projection(middle, hidden, dtype=torch.float64)
+    for name in order:  # far enough from zero for the activations to part
+        vars(clone)["_modules"][name].weight.data.normal_(std=scale)
     return clone
-
-
-def recognise_rotary(function: Callable[..., Any]) -> Rotary:
-    """The layout with which `function(q, k, cos, sin)` (or of one tensor) is a rotation by the tables.
-
-    Raises:
-        Refusal: There is none.
-    """
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), implementation("torch"):
-        for layout, table, single in itertools.product(
-            ("half", "interleaved", "interleaved_to_half"), ("full", "pair", "narrow"), (False, True)
-        ):
-            candidate = Rotary(layout, table, False, single)
-            if all(_same_rotary(function, candidate, 8, dtype, dim) for dtype in PLAIN_DTYPES for dim in (1, 2)):
-                partial = (
-                    table != "narrow"
-                    and layout != "interleaved_to_half"
-                    and all(
-                        _same_rotary(function, candidate, 4, dtype, dim) for dtype in PLAIN_DTYPES for dim in (1, 2)
-                    )
-                )
-                return Rotary(layout, table, partial, single)
-    raise Refusal("computes none of the known rotations")
-
-
-def _same_rotary(function: Callable[..., Any], candidate: Rotary, width: int, dtype: torch.dtype, dim: int) -> bool:
-    batch, length, size, generator = 2, 5, 8, _generator()
-
-    def heads(number: int) -> Tensor:
-        shape = (batch, number, length, size) if dim == 1 else (batch, length, number, size)
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    table = width // 2 if candidate.table == "narrow" else width
-    q, k = heads(3), None if candidate.single else heads(1)
-    cos, sin = torch.randn(2, batch, length, table, generator=generator).to(dtype)
-    tensors = [q] if k is None else [q, k]
-    before = [t.clone() for t in tensors]
-    try:
-        seen = function(*tensors, cos, sin, unsqueeze_dim=dim)
-    except Exception:
-        return False
-    if any(not torch.equal(t, old) for t, old in zip(tensors, before, strict=True)):
-        return False
-    if candidate.single != isinstance(seen, Tensor):
-        return False
-    found = candidate(q, k, cos, sin, dim)
-    exact = candidate(q.double(), None if k is None else k.double(), cos.double(), sin.double(), dim)
-    pairs = [(seen, found, exact)] if candidate.single else list(zip(seen, found, exact, strict=False))
-    # Products are rounded before they are added, some to nothing: the size of a result is that of its terms.
-    return all(
-        s.shape == f.shape
-        and s.dtype == f.dtype
-        and bool(((s.double() - e).abs() <= 4 * torch.finfo(dtype).eps * _terms(e)).all())
-        for s, f, e in pairs
-    )
-
-
-def _terms(exact: Tensor) -> Tensor:
-    return exact.abs().amax().clamp(min=1.0)

@@ -22,8 +22,10 @@ from .registration import (
     check_floating,
     dense_like,
     differentiable_once,
+    distinct,
     remember_implementation,
     rows_of,
+    transformed,
     wide_dtype,
 )
 
@@ -48,7 +50,9 @@ def gated_activation(
         raise ValueError(f"up: got shape {tuple(up.shape)}, expected that of gate, {tuple(gate.shape)}")
     if gate.dim() == 0:
         raise ValueError("gate: got a scalar, expected [..., I]")
-    return _Gated.apply(gate, up, activation)
+    if transformed():
+        return _composed(gate, up, activation).to(torch.promote_types(gate.dtype, up.dtype))
+    return _Gated.apply(gate, distinct(up, gate), activation)
 
 
 def packed_gated_activation(
@@ -65,7 +69,16 @@ def packed_gated_activation(
     _check_activation(activation)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: got shape {tuple(gate_up.shape)}, expected [..., 2 I]")
+    if transformed():
+        gate, up = gate_up.chunk(2, -1)
+        return _composed(gate, up, activation).to(gate_up.dtype)
     return _Gated.apply(gate_up, None, activation)
+
+
+def _composed(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Not yet rounded, of torch's operations alone."""
+    wide = wide_dtype(gate.dtype, up.dtype)
+    return _activated(gate.to(wide), activation) * up.to(wide)
 
 
 def _check_activation(activation: str) -> None:
@@ -93,8 +106,7 @@ def _forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
         forward_triton(g, u, y, activation)
         return y
-    wide = wide_dtype(dtype)
-    y.view(-1, width).copy_(_activated(g.to(wide), activation) * u.to(wide))
+    y.view(-1, width).copy_(_composed(g, u, activation))
     return y
 
 

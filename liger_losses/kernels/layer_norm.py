@@ -20,12 +20,16 @@ from .dispatch import use_triton
 from .fastest import torch_is_faster
 from .registration import (
     Operator,
+    check_eps,
     check_floating,
+    check_offset,
     check_vector,
     dense_like,
     differentiable_once,
+    distinct,
     remember_implementation,
     rows_of,
+    transformed,
     wide_dtype,
 )
 
@@ -40,7 +44,7 @@ def layer_norm(
 ) -> Tensor:
     """`(x - mean) / sqrt(var + eps) * (offset + weight) + bias` along the last dimension, in fp32 (fp64 for fp64).
 
-    The result is rounded once, to the dtype of `x`.
+    The result is rounded once, to the dtype of `x`. A row whose variance overflows is NaN.
 
     Args:
         x: `[..., H]`; any width, any strides. Never written to, nor is the gradient that arrives.
@@ -51,19 +55,38 @@ def layer_norm(
 
     Raises:
         ValueError: A shape or option does not fit.
-        TypeError: An input is no floating-point tensor.
+        TypeError: An input is no floating-point tensor, or an option no number.
     """
-    check_floating(x=x, weight=weight, bias=bias)
+    check_floating("weight", "bias", x=x, weight=weight, bias=bias)
+    check_eps(eps)
+    check_offset(offset)
     if x.dim() == 0:
         raise ValueError("x: got a scalar, expected [..., H]")
     check_vector("weight", weight, x.shape[-1])
     check_vector("bias", bias, x.shape[-1])
     if weight is None and offset:
         raise ValueError(f"offset: got {offset} without a weight, expected 0")
+    if transformed():
+        return _normalised(x, weight, bias, eps, offset)[0].to(x.dtype)
     same = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
     if same and not offset and torch_is_faster("layer_norm", x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, float(eps))
-    return _LayerNorm.apply(x, weight, bias, float(eps), float(offset))
+    return _LayerNorm.apply(x, distinct(weight, x), distinct(bias, x, weight), float(eps), float(offset))
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result, not yet rounded, mean and reciprocal deviation of each row, of torch's operations alone."""
+    wide = wide_dtype(x.dtype)
+    exact = x.to(wide)
+    mean = exact.mean(-1)
+    centred = exact - mean.unsqueeze(-1)
+    variance = centred.pow(2).mean(-1)
+    rstd = torch.rsqrt(variance + eps) + 0 * variance  # NaN where the variance is infinite
+    y = centred * rstd.unsqueeze(-1)
+    y = y if weight is None else y * (offset + weight.to(wide))
+    return y if bias is None else y + bias.to(wide), mean, rstd
 
 
 def _forward(
@@ -79,13 +102,10 @@ def _forward(
 
         forward_triton(rows, weight, bias, y, mean, rstd, eps, offset)
         return y, mean, rstd
-    exact = rows.to(wide)
-    mean.copy_(exact.mean(-1))
-    centred = exact - mean.unsqueeze(-1)
-    rstd.copy_(torch.rsqrt(centred.pow(2).mean(-1) + eps))
-    out = centred * rstd.unsqueeze(-1)
-    out = out if weight is None else out * (offset + weight.to(wide))
-    y.view(rows.shape).copy_(out if bias is None else out + bias.to(wide))
+    normed, found_mean, found_rstd = _normalised(rows, weight, bias, eps, offset)
+    mean.copy_(found_mean)
+    rstd.copy_(found_rstd)
+    y.view(rows.shape).copy_(normed)
     return y, mean, rstd
 
 

@@ -38,7 +38,8 @@ def _forward_kernel(
     mean = (tl.sum(x, 1) / width)[:, None]
     # Columns past the row's end are at no distance from the mean, though what was read for them is.
     centred = tl.where(inside, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
+    variance = (tl.sum(centred * centred, 1) / width)[:, None]
+    rstd = tl.rsqrt(variance + eps) + 0.0 * variance  # NaN where the variance is infinite
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd
@@ -68,7 +69,8 @@ def _forward_wide_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
         centred = tl.where(column < width, x - mean, 0.0)
         squares += centred * centred
-    rstd = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+    variance = tl.sum(squares, 0) / width
+    rstd = tl.rsqrt(variance + eps) + 0.0 * variance  # NaN where the variance is infinite
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, width, BLOCK):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .dispatch import implementation, requested
 
 
 class _Undifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *of: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -31,7 +33,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` without a derivative: differentiating what it returned raises, whatever the upstream gradient is.
 
     (torch's `once_differentiable` raises only where the upstream gradient itself requires one; elsewhere a gradient
-    penalty would silently contribute nothing.)
+    penalty would silently contribute nothing.) What is returned depends on all that was saved, for
+    `torch.autograd.grad` looks only at nodes on the way to the tensors that it is asked for.
     """
 
     @functools.wraps(backward)
@@ -45,20 +48,48 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def once(ctx: Any, *upstream: Any) -> Any:
         if not torch.is_grad_enabled():  # all but always; a context manager is no small part of a norm's time
             return backward(ctx, *upstream)
-        with torch.no_grad():
-            found = backward(ctx, *upstream)
         if torch.compiler.is_compiling():
-            return found
+            with torch.no_grad():
+                return backward(ctx, *upstream)
+        read = _ReadOnce(ctx)
+        with torch.no_grad():
+            found = backward(read, *upstream)
+        sources = [t for t in (*read.saved_tensors, *upstream) if isinstance(t, Tensor) and t.requires_grad]
 
         def sealed(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
                 return None
-            out: Tensor = _Undifferentiable.apply(gradient.detach().requires_grad_())
+            out: Tensor = _Undifferentiable.apply(gradient.detach().requires_grad_(), *sources)
             return out
 
         return tuple(map(sealed, found)) if isinstance(found, tuple) else sealed(found)
 
     return wrapped
+
+
+class _ReadOnce:
+    """A context whose saved tensors are unpacked once, as checkpointing asks, and with the graph they are part of."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def transformed() -> bool:
+    """Whether a functorch transform (grad, vmap, jvp, ...) or forward-mode AD is at work, of which an
+    `autograd.Function` with one backward knows nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def distinct(tensor: Tensor | None, *others: Tensor | None) -> Tensor | None:
+    """`tensor`, or a view of it where it is one of the others: a trace takes no tensor twice into one Function."""
+    if tensor is not None and torch.compiler.is_compiling() and any(tensor is other for other in others):
+        return tensor.view_as(tensor)
+    return tensor
 
 
 _LIBRARY = torch.library.Library("liger_losses", "FRAGMENT")
@@ -116,16 +147,44 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def check_floating(**tensors: Tensor | None) -> None:
+_FLOATING = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def check_floating(*optional: str, **tensors: Tensor | None) -> None:
+    """Dense floating-point tensors of one device; None for those named as optional."""
+    device = None
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name in optional:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a tensor")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, expected a floating-point tensor")
+        if tensor.dtype not in _FLOATING:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, expected a floating-point tensor of 16 bits or more")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: got a tensor of layout {tensor.layout}, expected a dense one")
+        if device is None:
+            device, first = tensor.device, name
+        elif tensor.device != device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, expected the device of {first}, {device}")
 
 
 def check_vector(name: str, vector: Tensor | None, width: int) -> None:
     if vector is not None and vector.shape != (width,):
         raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the last size of x")
+
+
+def check_eps(eps: Any) -> None:
+    _check_number("eps", eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: got {eps!r}, expected a finite number of at least 0")
+
+
+def check_offset(offset: Any) -> None:
+    _check_number("offset", offset)
+    if not -math.inf < offset < math.inf:
+        raise ValueError(f"offset: got {offset!r}, expected a finite number")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, (float, int)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, expected a number")

@@ -18,12 +18,16 @@ from .dispatch import use_triton
 from .fastest import torch_is_faster
 from .registration import (
     Operator,
+    check_eps,
     check_floating,
+    check_offset,
     check_vector,
     dense_like,
     differentiable_once,
+    distinct,
     remember_implementation,
     rows_of,
+    transformed,
     wide_dtype,
 )
 
@@ -53,12 +57,14 @@ def rms_norm(
 
     Raises:
         ValueError: A shape or option does not fit.
-        TypeError: An input is no floating-point tensor.
+        TypeError: An input is no floating-point tensor, or an option no number.
     """
-    _check(x, weight, offset, casting_mode)
+    _check(x, weight, eps, offset, casting_mode)
+    if transformed():
+        return _composed(x, weight, None, eps, offset, casting_mode)[0]
     if torch_is_faster("rms_norm", x) and _is_torchs(x, weight, offset, casting_mode):
         return F.rms_norm(x, x.shape[-1:], weight, float(eps))
-    normed, _ = _RMSNorm.apply(x, weight, None, float(eps), float(offset), casting_mode)
+    normed, _ = _RMSNorm.apply(x, distinct(weight, x), None, float(eps), float(offset), casting_mode)
     return normed
 
 
@@ -75,16 +81,28 @@ def fused_add_rms_norm(
 
     Arguments and errors are those of `rms_norm`; `residual` has the shape of `x`.
     """
-    check_floating(residual=residual)
-    _check(x, weight, offset, casting_mode)
+    _check(x, weight, eps, offset, casting_mode, residual)
     if residual.shape != x.shape:
         raise ValueError(f"residual: got shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
-    normed, total = _RMSNorm.apply(x, weight, residual, float(eps), float(offset), casting_mode)
+    if transformed():
+        return _composed(x, weight, residual, eps, offset, casting_mode)
+    other = distinct(residual, x)
+    normed, total = _RMSNorm.apply(x, distinct(weight, x, residual), other, float(eps), float(offset), casting_mode)
     return normed, total
 
 
-def _check(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -> None:
-    check_floating(x=x, weight=weight)
+_ABSENT: Any = object()
+
+
+def _check(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, residual: Tensor = _ABSENT
+) -> None:
+    if residual is _ABSENT:
+        check_floating("weight", x=x, weight=weight)
+    else:
+        check_floating("weight", x=x, residual=residual, weight=weight)
+    check_eps(eps)
+    check_offset(offset)
     if x.dim() == 0:
         raise ValueError("x: got a scalar, expected [..., H]")
     check_vector("weight", weight, x.shape[-1])
@@ -98,6 +116,28 @@ def _is_torchs(x: Tensor, weight: Tensor | None, offset: float, casting_mode: st
     """Whether torch's operator, which rounds once, to the dtype of `x`, computes it."""
     rounds_once = casting_mode != "llama" or weight is None or x.dtype == torch.float32
     return rounds_once and not offset and (weight is None or weight.dtype == x.dtype)
+
+
+def _composed(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor]:
+    """Of torch's operations alone, for transforms that differentiate or batch those."""
+    total = x if residual is None else x + residual
+    dtype = _out_dtype(total.dtype, weight, casting_mode)
+    y, _ = _normalised(total, weight, wide_dtype(total.dtype, dtype), eps, offset, casting_mode)
+    return y.to(dtype), total
+
+
+def _normalised(
+    total: Tensor, weight: Tensor | None, wide: torch.dtype, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor]:
+    """Result, not yet rounded, and reciprocal root mean square of each row."""
+    exact = total.to(wide)
+    rstd = torch.rsqrt(exact.pow(2).mean(-1) + eps)
+    xhat = exact * rstd.unsqueeze(-1)
+    if casting_mode == "llama":
+        xhat = xhat.to(total.dtype).to(wide)
+    return xhat if weight is None else xhat * (offset + weight.to(wide)), rstd
 
 
 def _out_dtype(x: torch.dtype, weight: Tensor | None, casting_mode: str) -> torch.dtype:
@@ -124,12 +164,9 @@ def _forward(
         return y, total, rstd
     if total is not None and flat_residual is not None:
         rows = torch.add(rows, flat_residual, out=total.view(rows.shape))
-    exact = rows.to(wide)
-    rstd.copy_(torch.rsqrt(exact.pow(2).mean(-1) + eps))
-    xhat = exact * rstd.unsqueeze(-1)
-    if casting_mode == "llama":
-        xhat = xhat.to(total_dtype).to(wide)
-    y.view(rows.shape).copy_(xhat if weight is None else xhat * (offset + weight.to(wide)))
+    normed, scale = _normalised(rows, weight, wide, eps, offset, casting_mode)
+    rstd.copy_(scale)
+    y.view(rows.shape).copy_(normed)
     return y, total, rstd
 
 

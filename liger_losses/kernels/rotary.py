@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
-from .registration import Operator, check_floating, differentiable_once, remember_implementation, wide_dtype
+from .registration import (
+    Operator,
+    check_floating,
+    differentiable_once,
+    distinct,
+    remember_implementation,
+    transformed,
+    wide_dtype,
+)
 
 LAYOUTS = ("half", "interleaved", "interleaved_to_half")
 TABLES = ("full", "pair")
@@ -48,7 +56,7 @@ def rotary(
         ValueError: A shape or option does not fit, or a table requires a gradient.
         TypeError: An input is no floating-point tensor.
     """
-    check_floating(q=q, k=k, cos=cos, sin=sin)
+    check_floating("k", q=q, k=k, cos=cos, sin=sin)
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, expected one of {LAYOUTS}")
     if table not in TABLES:
@@ -64,12 +72,49 @@ def rotary(
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("cos, sin: got tables that require a gradient, expected constants; detach them")
     width = cos.shape[-1] * (2 if table == "pair" else 1)
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor is not None:
-            _check_heads(name, tensor, cos, width, layout, heads_dim)
-    if k is not None and (k.shape[0] != q.shape[0] or k.dtype != q.dtype):
-        raise ValueError(f"k: got {tuple(k.shape)} {k.dtype}, expected the batch size and dtype of q, {q.dtype}")
-    return _Rotary.apply(q, k, cos, sin, layout, table == "pair", heads_dim)
+    _check_heads("q", q, cos, width, layout, heads_dim)
+    if k is not None:
+        time = 3 - heads_dim
+        if k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[time] != q.shape[time] or k.dtype != q.dtype:
+            raise ValueError(
+                f"k: got shape {tuple(k.shape)} and {k.dtype}, expected the batch size, length and dtype of q, "
+                f"{q.shape[0]}, {q.shape[time]} and {q.dtype}"
+            )
+        _check_heads("k", k, cos, width, layout, heads_dim)
+    if transformed():
+        tables = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+        pair_table = table == "pair"
+        return (
+            _composed(q, *tables, layout, pair_table),
+            None if k is None else _composed(k, *tables, layout, pair_table),
+        )
+    return _Rotary.apply(q, distinct(k, q), cos, distinct(sin, cos), layout, table == "pair", heads_dim)
+
+
+def _composed(x: Tensor, cos: Tensor, sin: Tensor, layout: str, pair_table: bool) -> Tensor:
+    """Of torch's operations alone, for transforms that differentiate or batch those."""
+    read, write, at, width = _slices(x, cos, layout, pair_table)
+    wide = wide_dtype(x.dtype, cos.dtype)
+    (c0, c1), (s0, s1) = ([t[..., s].to(wide) for s in at] for t in (cos, sin))
+    a, b = (x[..., s].to(wide) for s in read)
+    parts = a * c0 - b * s0, b * c1 + a * s1
+    rotated = torch.stack(parts, -1).flatten(-2) if write[0].step == 2 else torch.cat(parts, -1)
+    return torch.cat([rotated.to(x.dtype), x[..., width:]], -1)
+
+
+Slices = tuple[slice, slice]
+
+
+def _slices(x: Tensor, cos: Tensor, layout: str, pair_table: bool) -> tuple[Slices, Slices, Slices, int]:
+    """Where the two entries of each pair are read and written, and their entries of the tables; the rotated width."""
+    width = cos.shape[-1] * (2 if pair_table else 1)
+    halves = slice(0, width // 2), slice(width // 2, width)
+    interleaved = slice(0, width, 2), slice(1, width, 2)
+    read = halves if layout == "half" else interleaved
+    write = interleaved if layout == "interleaved" else halves
+    every = slice(None)
+    at = (every, every) if pair_table else interleaved if layout == "interleaved" else halves
+    return read, write, at, width
 
 
 def _check_heads(name: str, tensor: Tensor, cos: Tensor, width: int, layout: str, heads_dim: int) -> None:
@@ -106,13 +151,7 @@ def _rotate_twin(
     x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, layout: str, pair_table: bool, inverse: bool
 ) -> None:
     wide = wide_dtype(x.dtype, cos.dtype)
-    width = cos.shape[-1] * (2 if pair_table else 1)
-    halves = slice(0, width // 2), slice(width // 2, width)
-    interleaved = slice(0, width, 2), slice(1, width, 2)
-    read = halves if layout == "half" else interleaved
-    write = interleaved if layout == "interleaved" else halves
-    every = slice(None)
-    at = (every, every) if pair_table else interleaved if layout == "interleaved" else halves
+    read, write, at, width = _slices(x, cos, layout, pair_table)
     cosines, sines = ([t[..., s].to(wide) for s in at] for t in (cos, sin))
     if inverse:
         read, write = write, read

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from liger_losses.integrations._layer_probes import Refusal, recognise_mlp, recognise_norm, recognise_rotary  # noqa: E402
+from liger_losses.integrations._layer_probes import Refusal, recognise_mlp, recognise_norm  # noqa: E402
+from liger_losses.integrations._rotary_probe import recognise_rotary  # noqa: E402
 from liger_losses.integrations.layers import fuse_layers, unfuse_layers  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"

@@ -190,7 +190,7 @@ def test_only_requested_gradients(device: str) -> None:
         (lambda: rms_norm(torch.zeros(2, 3), torch.zeros(4)), ValueError, "weight: got shape (4,), expected (3,), the last size of x"),
         (lambda: rms_norm(torch.zeros(2, 3), casting_mode="x"), ValueError, "casting_mode: got 'x', expected one of ('llama', 'gemma', 'none')"),
         (lambda: rms_norm(torch.zeros(2, 3), offset=1.0), ValueError, "offset: got 1.0 without a weight, expected 0"),
-        (lambda: rms_norm(torch.zeros(2, 3, dtype=torch.int64)), TypeError, "x: got dtype torch.int64, expected a floating-point tensor"),
+        (lambda: rms_norm(torch.zeros(2, 3, dtype=torch.int64)), TypeError, "x: got dtype torch.int64, expected a floating-point tensor of 16 bits or more"),
         (lambda: rms_norm(torch.tensor(1.0)), ValueError, "x: got a scalar, expected [..., H]"),
         (lambda: fused_add_rms_norm(torch.zeros(2, 3), torch.zeros(3)), ValueError, "residual: got shape (3,), expected that of x, (2, 3)"),
         (lambda: layer_norm(torch.zeros(2, 3), None, torch.zeros(2)), ValueError, "bias: got shape (2,), expected (3,), the last size of x"),

@@ -118,7 +118,7 @@ HEADS, TABLE = torch.zeros(2, 3, 5, 8), torch.zeros(1, 5, 8)
         (lambda: rotary(HEADS, None, TABLE, TABLE[:, :4]), "cos, sin: got shapes (1, 5, 8) and (1, 4, 8), expected [B or 1, T, R] for both"),
         (lambda: rotary(HEADS, None, TABLE, TABLE, heads_dim=2), "cos, sin: got shape (1, 5, 8), expected [2 or 1, 3, R] for q"),
         (lambda: rotary(HEADS[0], None, TABLE, TABLE), "q: got shape (3, 5, 8), expected four dimensions"),
-        (lambda: rotary(HEADS, HEADS.half(), TABLE, TABLE), "k: got (2, 3, 5, 8) torch.float16, expected the batch size and dtype of q, torch.float32"),
+        (lambda: rotary(HEADS, HEADS.half(), TABLE, TABLE), "k: got shape (2, 3, 5, 8) and torch.float16, expected the batch size, length and dtype of q, 2, 5 and torch.float32"),
         (lambda: rotary(HEADS, None, TABLE, TABLE, table="pair"), "cos, sin: got tables for 16 rotated entries, expected an even number of at most 8 of q's head (all of them with 'interleaved_to_half')"),
         (lambda: rotary(HEADS, None, TABLE.clone().requires_grad_(), TABLE), "cos, sin: got tables that require a gradient, expected constants; detach them"),
     ],
