@@ -256,7 +256,7 @@ def _fused_with_layers(trainer: Any) -> Any:
 Implementation = tuple[str, Callable[[Any], AbstractContextManager[Any]]]
 SHIPPED, FUSED = ("TRL", _as_shipped), ("fuse_trainer", _fused)
 LAYERED = ("fuse_trainer, fuse_layers", _fused_with_layers)
-# The divergence of bf16 logits in bf16, as GKD has it, is no measure of others: it may even be negative.
+# Without autocast GKD takes the divergence of bf16 logits in bf16, which is no measure of others: it may be negative.
 WIDENED = ("TRL, logits cast to fp32", _widened)
 
 
@@ -316,7 +316,7 @@ def run_case(case: Case, models: list[Any], device: torch.device, repeats: int =
         models[0].gradient_checkpointing_disable()
         trainer.accelerator.free_memory()
         for one in models:
-            for attribute in ("forward", "_original_forward"):
+            for attribute in ("forward", "_original_forward", "_is_accelerate_prepared"):
                 vars(one).pop(attribute, None)
     measured = {row["implementation"]: row for row in rows if "loss" in row}
     own = measured.get(WIDENED[0], measured.get(SHIPPED[0]))
@@ -382,7 +382,7 @@ sdpa), forward and backward by the trainer's own `training_step` on one batch. T
 three steps in a row.
 
 - *TRL*: the trainer as it ships; *TRL's loss on whole logits*: the same with logits of every position in the place of
-  its fused head, as models give them; *TRL, logits cast to fp32*: GKD otherwise divides in bf16.
+  its fused head, as models give them; *TRL, logits cast to fp32*: without autocast GKD has them in bf16.
 - *x TRL*: how many times as fast as *TRL*. *peak GiB*: all memory allocated at once, both models' weights included.
 """
 

@@ -57,8 +57,7 @@ def test_costs_in_the_readme_are_those_of_the_results() -> None:
         "liger-kernel 0.8.5": ("liger-kernel", "liger-kernel, compiled", "liger-kernel, compiled"),
         "full logits, eager": ("full logits, eager",) * 3,
     }
-    lines = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    table = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
+    table = _rows("What it costs")
     floors = [f"{report['floor']['ms']:.1f} ms" for report in columns]
     assert table["floor"] == floors
     for label, rows in names.items():
@@ -66,6 +65,33 @@ def test_costs_in_the_readme_are_those_of_the_results() -> None:
             row = next((row for row in report["rows"] if row["implementation"] == name), None)
             want = "" if row is None else f"{row['ms']:.1f} ms, {row['extra_bytes'] / 2**20:,.0f} MiB"
             assert cell.replace("**", "") == want, (label, report["case"])
+
+
+def _rows(heading: str) -> dict[str, list[str]]:
+    """Cells of the tables under a heading of README, by the first of each row; of equal ones the first table's."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {cells[0]: cells[1:] for cells in reversed(rows)}
+
+
+def test_steps_in_the_readme_are_those_of_the_results() -> None:
+    from benchmarks import results
+
+    reports = {report["case"]: report for record in results.newest() for report in record.get("trainers", [])}
+    names = {
+        "full logits": "TRL's loss on whole logits",
+        "TRL 1.16, its fused head": "TRL",
+        "`fuse_trainer`": "fuse_trainer",
+        "**`fuse_trainer` and `fuse_layers`**": "fuse_trainer, fuse_layers",
+    }
+    table = _rows("What it costs")
+    for label, name in names.items():
+        for cell, case in zip(
+            table[label], ("dpo-4x2048-checkpointing", "dpo-2x8192-checkpointing", "dpo-2x8192"), strict=True
+        ):
+            (row,) = (row for row in reports[case]["rows"] if row["implementation"] == name)
+            want = f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_bytes'] / 2**30:.1f} GiB"
+            assert cell.replace("**", "") == want, (label, case)
 
 
 def test_charts_are_of_the_committed_results() -> None:
