@@ -24,7 +24,7 @@ from .kernels import (
     rms_norm,
     rotary,
 )
-from .kernels.registration import check_eps, check_offset
+from .kernels.registration import check_numbers
 
 __all__ = [
     "LigerFusedAddRMSNorm",
@@ -91,8 +91,7 @@ class LigerRMSNorm(nn.Module):
         weight = _initial(init_fn, hidden_size)
         if casting_mode not in CASTING_MODES:
             raise ValueError(f"casting_mode: got {casting_mode!r}, expected one of {CASTING_MODES}")
-        check_eps(eps)
-        check_offset(offset)
+        check_numbers(eps, offset)
         if offset and not elementwise_affine:
             raise ValueError(f"offset: got {offset} with elementwise_affine=False, expected 0: there is no weight")
         self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
@@ -124,8 +123,7 @@ class LigerFusedAddRMSNorm(nn.Module):
         super().__init__()
         if casting_mode not in CASTING_MODES:
             raise ValueError(f"casting_mode: got {casting_mode!r}, expected one of {CASTING_MODES}")
-        check_eps(eps)
-        check_offset(offset)
+        check_numbers(eps, offset)
         self.weight = _initial(init_fn, hidden_size)
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
 
@@ -169,7 +167,7 @@ class LigerLayerNorm(nn.Module):
         for name, value in (("impl", impl), ("mode", mode), ("backend", backend)):
             if value is not None:
                 raise ValueError(f"{name}: got {value!r}, expected None: use liger_losses.kernels.implementation")
-        check_eps(eps)
+        check_numbers(eps)
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = _initial(init_fn, hidden_size)
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))

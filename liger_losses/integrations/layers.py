@@ -30,7 +30,6 @@ from liger_losses.integrations._layer_probes import (
     replaced_already,
 )
 from liger_losses.integrations._rotary_probe import Rotary, recognise_rotary
-from liger_losses.kernels.registration import transformed
 
 _MARK = "_liger_layer"
 _SHADOW = "_liger_shadow_"
@@ -234,7 +233,7 @@ def _norm_forward(norm: Norm, original: Callable[..., Any], unchanged: Unchanged
         if len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or _is_foreign(x):
             return original(self, *args, **kwargs)
         weight, bias, eps = getattr(self, "weight", None), getattr(self, "bias", None), getattr(self, norm.eps_name)
-        if isinstance(weight, DTensor) or not isinstance(eps, float) or not unchanged(self) or transformed():
+        if isinstance(weight, DTensor) or not isinstance(eps, float) or not unchanged(self):
             return original(self, *args, **kwargs)
         if norm.kind == "layer" and torch.is_autocast_enabled(x.device.type):
             return original(self, *args, **kwargs)  # whose torch operator autocast widens, on some devices
@@ -251,7 +250,7 @@ def _mlp_forward(mlp: MLP, original: Callable[..., Any], unchanged: Unchanged) -
         x = args[0] if args else kwargs.get(name)
         if len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or isinstance(x, DTensor):
             return original(self, *args, **kwargs)
-        if not unchanged(self) or transformed():
+        if not unchanged(self):
             return original(self, *args, **kwargs)
         return mlp(self._modules, x)
 
@@ -305,8 +304,6 @@ def _rotary_function(rotary: Rotary, original: Callable[..., Any]) -> Callable[.
         if len(args) != count or not options.keys() <= {"unsqueeze_dim"} or dim not in (1, 2):
             return original(*args, **options)
         *heads, cos, sin = args
-        if transformed():
-            return original(*args, **options)
         q, k = heads[0], None if rotary.single else heads[1]
         # Only what was tried: tables of the same dtype, by batch row and position.
         width = cos.shape[-1] * (2 if rotary.table == "narrow" else 1)

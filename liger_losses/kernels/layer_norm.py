@@ -20,9 +20,8 @@ from .dispatch import use_triton
 from .fastest import torch_is_faster
 from .registration import (
     Operator,
-    check_eps,
     check_floating,
-    check_offset,
+    check_numbers,
     check_vector,
     dense_like,
     differentiable_once,
@@ -58,8 +57,7 @@ def layer_norm(
         TypeError: An input is no floating-point tensor, or an option no number.
     """
     check_floating("weight", "bias", x=x, weight=weight, bias=bias)
-    check_eps(eps)
-    check_offset(offset)
+    check_numbers(eps, offset)
     if x.dim() == 0:
         raise ValueError("x: got a scalar, expected [..., H]")
     check_vector("weight", weight, x.shape[-1])

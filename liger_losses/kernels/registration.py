@@ -173,18 +173,14 @@ def check_vector(name: str, vector: Tensor | None, width: int) -> None:
         raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected ({width},), the last size of x")
 
 
-def check_eps(eps: Any) -> None:
-    _check_number("eps", eps)
+def check_numbers(eps: Any, offset: Any = 0.0) -> None:
+    """Finite, and eps at least 0."""
+    if type(eps) is float and type(offset) is float and 0.0 <= eps < math.inf and -math.inf < offset < math.inf:
+        return  # all but always
+    for name, value in (("eps", eps), ("offset", offset)):
+        if not isinstance(value, (float, int)) or isinstance(value, bool):
+            raise TypeError(f"{name}: got {value!r}, expected a number")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps: got {eps!r}, expected a finite number of at least 0")
-
-
-def check_offset(offset: Any) -> None:
-    _check_number("offset", offset)
     if not -math.inf < offset < math.inf:
         raise ValueError(f"offset: got {offset!r}, expected a finite number")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, (float, int)) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, expected a number")

@@ -18,9 +18,8 @@ from .dispatch import use_triton
 from .fastest import torch_is_faster
 from .registration import (
     Operator,
-    check_eps,
     check_floating,
-    check_offset,
+    check_numbers,
     check_vector,
     dense_like,
     differentiable_once,
@@ -101,8 +100,7 @@ def _check(
         check_floating("weight", x=x, weight=weight)
     else:
         check_floating("weight", x=x, residual=residual, weight=weight)
-    check_eps(eps)
-    check_offset(offset)
+    check_numbers(eps, offset)
     if x.dim() == 0:
         raise ValueError("x: got a scalar, expected [..., H]")
     check_vector("weight", weight, x.shape[-1])

@@ -282,7 +282,7 @@ def test_an_mlp_is_known_by_what_it_computes() -> None:
         (mlp_of(lambda self, x: self.three(self.one(x) * self.act(self.two(x))) * self.factor), "computes none"),
         (mlp_of(lambda self, x: self.three(self.one(x) * self.act(self.two(x))) + x), "computes none"),
         (mlp_of(lambda self, x: self.three(self.one(x) * torch.tanh(self.two(x)))), "computes none"),
-        (mlp_of(lambda self, x: self.three(nn.functional.dropout(self.one(x) * self.act(self.two(x)), 0.1, self.training))), "computes none"),
+        (mlp_of(lambda self, x: self.three(nn.functional.dropout(self.one(x) * self.act(self.two(x)), 0.1, self.training))), "in training"),
         (mlp_of(lambda self, x: self.three(nn.functional.linear(x, self.one.weight, self.one.bias) * self.act(self.two(x)))), "computes none"),
         (mlp_of(lambda self, x: self.three(self.one(x) * self.act(self.two(x))), nn.PReLU()), "act has parameters"),
         (mlp_of(lambda self, x: self.missing(x)), r"could not be tried \(AttributeError\)"),

@@ -201,3 +201,16 @@ def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message:
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("width", [8, 20000])
+def test_a_variance_that_overflows_is_nan(width: int, device: str) -> None:
+    x = torch.ones(2, width, device=device)
+    x[0, ::2] = -1e30
+    x.requires_grad_()
+    y = layer_norm(x)
+    y.sum().backward()
+    assert x.grad is not None
+    for found in (y, x.grad):
+        assert found[0].isnan().all()
+        assert found[1].isfinite().all()
