@@ -57,16 +57,20 @@ class FusedLossOutput(ModelOutput):
         loss: Scalar, as the model's own.
         logits: None.
         aux_loss: Scalar load-balancing loss of a mixture of experts; it is part of `loss` too, times its coefficient.
-        past_key_values, hidden_states, attentions, router_logits: None.
+        cache, past_key_values, hidden_states, attentions, router_logits: None.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
-    past_key_values: None = None
+    cache: None = None
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None
+
+    @property
+    def past_key_values(self) -> None:  # transformers' former name of cache
+        return None
 
 
 @dataclass(frozen=True)

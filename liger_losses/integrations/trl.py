@@ -66,6 +66,8 @@ class FuseReport:
         after = f"{self.products_after} now"
         if self.products_past_budget != self.products_after:
             after += f" ({self.products_past_budget} where the memory budget asks for recomputing)"
+        if self.full_logits_before and self.products_after > self.products_before:
+            after += ", the price of not holding the logits"
         before = f"{self.products_before} before"
         if self.full_logits_before:
             before += ", with full logits of every position"

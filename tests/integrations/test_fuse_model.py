@@ -119,7 +119,7 @@ def test_the_rest_of_the_models_answer() -> None:
     fuse_model(model)
     answer = model(**batch)
     assert list(answer) == ["loss"]
-    for name in (*own, "hidden_states", "attentions", "router_logits", "aux_loss"):
+    for name in (*own, "past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss"):
         assert name == "loss" or getattr(answer, name) is None
 
 
