@@ -49,6 +49,31 @@ def head_options(config: Any) -> HeadOptions:
     return {"softcap": softcap, "logit_scale": 1.0 if scale is None else float(scale)}
 
 
+def base_model(model: Any) -> Any:
+    """The transformers model inside `torch.compile`'s wrapper and PEFT's.
+
+    Raises:
+        TypeError: It is no causal language model of transformers, or is in a wrapper that has to be put on afterwards.
+    """
+    name = type(model).__name__
+    if isinstance(model, type):
+        raise TypeError(f"model: got the class {model.__name__}, expected an instance of it")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r:.60} of type {name}, expected a causal language model of transformers")
+    # DDP, DataParallel, FSDP1 and engines: some hand on every other attribute of what they wrap.
+    if not hasattr(type(model), "get_output_embeddings") and isinstance(getattr(model, "module", None), nn.Module):
+        raise TypeError(f"model: got a {name} around a {type(model.module).__name__}, expected the model itself: fuse "
+                        "before wrapping")  # fmt: skip
+    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # its calls go through forward of the inside
+        return base_model(inner)
+    if hasattr(model, "get_base_model"):
+        adapted: Any = model
+        return base_model(adapted.get_base_model())
+    if not (hasattr(model, "get_output_embeddings") and hasattr(getattr(model, "config", None), "get_text_config")):
+        raise TypeError(f"model: got a {name}, expected a causal language model of transformers, or a PeftModel of one")
+    return model
+
+
 def backbone_of(model: Any) -> Any:
     """The module that makes the last hidden states, with every input that the model takes (a vision tower's too).
 

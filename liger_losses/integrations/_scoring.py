@@ -97,6 +97,7 @@ class FusedHead:
 
 
 def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutput:
+    """Per-token statistics and loss of the labels among `inputs`, which are those of the model's own forward."""
     labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     items = inputs.pop("num_items_in_batch", None)
     ignore_index = inputs.pop("ignore_index", IGNORE_INDEX)
@@ -159,20 +160,30 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
 
 
 def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """`inputs` as the backbone takes them; raises for what would have changed logits that are not built."""
-    inputs = dict(inputs)
-    keep = inputs.pop("logits_to_keep", None)
-    if isinstance(keep, Tensor) or keep:
-        raise ValueError("logits_to_keep has no meaning with fused_lm_head=True: mask labels with -100 instead.")
-    for name in ("output_hidden_states", "output_attentions"):
-        if inputs.get(name):
-            raise ValueError(f"{name}=True is not supported with fused_lm_head=True.")
-    if inputs.pop("return_dict", None) is False:
-        raise ValueError("return_dict=False is not supported with fused_lm_head=True.")
+    """`inputs` as the backbone takes them; raises for what asks for another answer than the fused head's."""
+    returned = {"return_dict": getattr(model.config, "return_dict", None)}  # the backbone goes by it too
+    refuse_other_answers({**returned, **inputs}, "leave fused_lm_head=True out for the model's own answer")
+    inputs = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "return_dict")}
     inputs["use_cache"] = False
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         inputs.setdefault("output_router_logits", True)
     return inputs
+
+
+def refuse_other_answers(inputs: dict[str, Any], instead: str, *configs: Any) -> None:
+    """Raise for what the fused head's answer would have to hold beside what it does, in a call's inputs or a config."""
+    keep = inputs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        raise ValueError(f"logits_to_keep: got {keep!r:.60} for an answer that has no logits; expected labels of -100 "
+                         f"at the other positions, or {instead}")  # fmt: skip
+    for name, wanted in (("output_hidden_states", True), ("output_attentions", True), ("return_dict", False)):
+        given = inputs.get(name)
+        sources = [] if given is None else [(name, given)]
+        sources = sources or [(f"config.{name}", getattr(config, name, None)) for config in configs]
+        for source, value in sources:
+            if value is not None and bool(value) is wanted:
+                raise ValueError(f"{source}: got {value!r}, which the fused answer does not follow; expected "
+                                 f"{not wanted}, or {instead}")  # fmt: skip
 
 
 @torch.no_grad()

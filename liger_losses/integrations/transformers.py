@@ -11,18 +11,26 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from liger_losses._checks import check_flag, check_temperature
 from liger_losses.chunked.active import ActiveVocabulary
 from liger_losses.chunked.planner import check_tiling
-from liger_losses.integrations._head import check_head, head_options, output_head
+from liger_losses.integrations._head import base_model, check_head, head_options, output_head
 from liger_losses.integrations._linear_logits import linear_logits as unprojected
-from liger_losses.integrations._scoring import DIFFERENTIABLE, STATISTICS, FusedHead, FusedHeadOutput, score
+from liger_losses.integrations._scoring import (
+    DIFFERENTIABLE,
+    STATISTICS,
+    FusedHead,
+    FusedHeadOutput,
+    refuse_other_answers,
+    score,
+)
 from liger_losses.integrations._verify import verify_log_probs, verify_loss
 from liger_losses.integrations.layers import LayerReport, fuse_layers, unfuse_layers
 
@@ -49,11 +57,20 @@ class FusedLossOutput(ModelOutput):
         loss: Scalar, as the model's own.
         logits: None.
         aux_loss: Scalar load-balancing loss of a mixture of experts; it is part of `loss` too, times its coefficient.
+        cache, past_key_values, hidden_states, attentions, router_logits: None.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
+    cache: None = None
+    hidden_states: None = None
+    attentions: None = None
+    router_logits: None = None
+
+    @property
+    def past_key_values(self) -> None:  # transformers' former name of cache
+        return None
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,7 @@ class _Record:
     original: Callable[..., Any] | None  # accelerate's _original_forward to put back; None: there was none
     answers_labels: bool = False  # fuse_model: labels alone ask for the fused loss
     logits_in_eval: bool = False
+    loss_function: Any = None  # fuse_model: the one that the fused loss stands for
 
 
 def fuse_head(
@@ -108,15 +126,20 @@ def fuse_head(
         verify: Hold the log-probabilities of a few random tokens against those of the model's own logits.
 
     Raises:
+        TypeError: `model` is no language model, or is wrapped already; or an option is of another type.
         ValueError: An option is out of range, the head cannot be fused (an adapter other than LoRA and DoRA,
             quantised other than by bitsandbytes, logits that are not those of a plain head), or what it gives is not
             what the model gives.
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    model = base_model(model)
     if _RECORD in vars(model):
         raise RuntimeError(f"{type(model).__name__} has a fused head already; call unfuse_head(model) first.")
+    for option, flag in (("fp32", fp32), ("mean_logits_everywhere", mean_logits_everywhere), ("verify", verify)):
+        check_flag(option, flag)
+    for option, fields in (("outputs", outputs), ("differentiable", differentiable)):
+        if isinstance(fields, str) or not isinstance(fields, Iterable | None):
+            raise TypeError(f"{option}: got {fields!r} of type {type(fields).__name__}, expected a tuple of names")
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
         raise ValueError(f"outputs has {unknown}; expected names among {list(STATISTICS)}.")
@@ -131,8 +154,7 @@ def fuse_head(
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which a head asked for log-probabilities cannot use; expected "
                          "'auto', 'cached', 'recompute' or 'frozen'")  # fmt: skip
-    if not temperature > 0.0:
-        raise ValueError(f"temperature is {temperature}; expected a positive number.")
+    check_temperature("temperature", temperature)
     if "_original_forward" in vars(model) and accelerator is None:
         raise RuntimeError("model is prepared by an accelerator; give accelerator=, or fuse before preparing it.")
     options = head_options(model.config)
@@ -192,6 +214,7 @@ def fuse_model(
         verify: Hold the loss of a few random tokens against the model's own.
 
     Raises:
+        TypeError: As `fuse_head`.
         ValueError: As `fuse_head`; or the model's loss is not the one for causal language models.
         RuntimeError: As `fuse_head`.
 
@@ -199,16 +222,20 @@ def fuse_model(
         >>> fuse_model(model)
         >>> Trainer(model, args, train_dataset=dataset).train()
     """
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    loss = getattr(getattr(model, "loss_function", None), "__name__", "ForCausalLMLoss")
+    model = base_model(model)
+    for option, flag in (("logits_in_eval", logits_in_eval), ("verify", verify)):
+        check_flag(option, flag)
+    loss_function = getattr(model, "loss_function", None)
+    loss = getattr(loss_function, "__name__", "ForCausalLMLoss")
     if loss != "ForCausalLMLoss":
         raise ValueError(f"{type(model).__name__} computes {loss} of its labels; expected ForCausalLMLoss.")
     head = fuse_head(
         model, memory_budget=memory_budget, logits_dtype=logits_dtype, strategy=strategy,
         active_vocab=active_vocab, accelerator=accelerator, verify=False,
     )  # fmt: skip
-    vars(model)[_RECORD] = replace(vars(model)[_RECORD], answers_labels=True, logits_in_eval=logits_in_eval)
+    vars(model)[_RECORD] = replace(
+        vars(model)[_RECORD], answers_labels=True, logits_in_eval=logits_in_eval, loss_function=loss_function
+    )
     return _verified(model, accelerator, lambda: verify_loss(model)) if verify else head
 
 
@@ -228,11 +255,11 @@ def unfuse_head(model: Any, *, accelerator: Any = None) -> None:
     """Put back the forward that `fuse_head` found. If the model was prepared in between, its autocast stays around it.
 
     Raises:
+        TypeError: `model` is no language model, or is in a wrapper such as DDP's.
         ValueError: The model has no head fused by `fuse_head`.
         RuntimeError: The model was prepared by an accelerator in between, which was not given.
     """
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    model = base_model(model)
     record: _Record | None = vars(model).get(_RECORD)
     if record is None:
         raise ValueError(f"{type(model).__name__} has no fused head; fuse_head(model) was not called on it.")
@@ -294,10 +321,16 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
                 return unprojected(self, record.head, given)
             if "return_logits" in kwargs:
                 asked = kwargs.pop("return_logits")
+                check_flag("return_logits", asked)
                 del given["return_logits"]
             else:
                 asked = record.logits_in_eval and not self.training
             if not asked and (given.get("labels") is not None or given.get("shift_labels") is not None):
+                if getattr(self, "loss_function", None) != record.loss_function:
+                    raise RuntimeError("model.loss_function was set after fuse_model(model), which computes the one of "
+                                       "before; call unfuse_head(model) first.")  # fmt: skip
+                instead = "return_logits=True beside it, which gives the model's own answer"
+                refuse_other_answers(given, instead, self.config, self.config.get_text_config())
                 answer = score(self, record.head, given)
                 return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss)
         if record.beneath is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from liger_losses._checks import check_flag
 from liger_losses.integrations._recipe import Recipe
 from liger_losses.integrations._recipes import recipe_of
 from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
@@ -65,6 +66,8 @@ class FuseReport:
         after = f"{self.products_after} now"
         if self.products_past_budget != self.products_after:
             after += f" ({self.products_past_budget} where the memory budget asks for recomputing)"
+        if self.full_logits_before and self.products_after > self.products_before:
+            after += ", the price of not holding the logits"
         before = f"{self.products_before} before"
         if self.full_logits_before:
             before += ", with full logits of every position"
@@ -108,7 +111,7 @@ def fuse_trainer(
             differ.
 
     Raises:
-        TypeError: The trainer is of no supported class; the message lists them.
+        TypeError: The trainer is of no supported class (the message lists them), or `verify` is no bool.
         ImportError: TRL is older than 1.15, or 2 or newer.
         ValueError: A head cannot be fused (adapter other than LoRA on it, logits that are not those of a
             plain head, log-probabilities that are not the model's own), or the trainer's model is an encoder-decoder.
@@ -120,6 +123,7 @@ def fuse_trainer(
         >>> trainer.train()
     """
     recipe = _recipe_of(trainer)
+    check_flag("verify", verify)
     settings: dict[str, Any] = {
         "memory_budget": memory_budget, "logits_dtype": logits_dtype, "strategy": strategy, "active_vocab": active_vocab
     }  # fmt: skip
@@ -163,11 +167,13 @@ def unfuse_trainer(trainer: Any) -> None:
     """Put back the forwards and methods that `fuse_trainer` found. It may be called after training too.
 
     Raises:
+        TypeError: The trainer is of no supported class.
         ValueError: The trainer is not fused.
     """
+    recipe = _recipe_of(trainer)
     if _STATE not in vars(trainer):
         raise ValueError(f"the {type(trainer).__name__} is not fused; fuse_trainer(trainer) was not called on it.")
-    for model in _models_of(trainer, _recipe_of(trainer)).values():
+    for model in _models_of(trainer, recipe).values():
         unfuse_head(model, accelerator=trainer.accelerator)
     for name in vars(trainer)[_STATE][2]:
         del vars(trainer)[name]

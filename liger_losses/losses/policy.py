@@ -19,7 +19,7 @@ from torch import Tensor
 from .._checks import check_count, check_float_tensor, check_mask
 from .policy_options import PolicyOptions
 from .policy_terms import KL_ESTIMATORS, on_policy_mask, sampler_ratio, top_entropy_mask, value_loss
-from .policy_types import Tokens, bounded_exp, vespo_log_correction, vespo_log_weight, vespo_phi
+from .policy_types import POLICY_TYPES, Tokens, bounded_exp, vespo_log_correction, vespo_log_weight, vespo_phi
 
 _COUNT = "num_items_in_batch"
 # Inputs that `prepare` adds: what a token's loss is divided by, [R, T]; the sampler correction where it is a constant,
@@ -342,6 +342,12 @@ class GRPOLoss(PolicyOptions):
             optional.add("sampling_ratio")
         if self.type.divisor == "step":
             optional.add(_COUNT)
+        elif _COUNT in inputs:
+            divided = ", ".join(name for name, known in POLICY_TYPES.items() if known.divisor == "step")
+            raise ValueError(
+                f"{_COUNT}: got a count with loss_type={self.loss_type!r}, which is not divided by the tokens of the "
+                f"step; expected none, or one of the types that are: {divided}"
+            )
         missing, unknown = sorted(required - set(inputs)), sorted(set(inputs) - required - optional)
         if missing or unknown:
             raise ValueError(

@@ -180,6 +180,13 @@ class TestFusing:
         for words in ("GKDTrainer", "teacher    LlamaForCausalLM: gradient-free head", "(checked, verified)",
                       "4 before, with full logits of every position, 4 now (6 where"):  # fmt: skip
             assert words in report
+        assert "the price of" not in report
+
+    def test_report_of_more_products_than_before(self, tmp_path: Path) -> None:
+        report = str(
+            fuse_trainer(build("sdft", tmp_path, {"distillation_mode": "topk_logits", "distillation_topk": 5}))
+        )
+        assert "4 before, with full logits of every position, 6 now, the price of not holding the logits" in report
 
     @pytest.mark.parametrize("name", ["gkd", "distillation", "sdft"])
     def test_unfusing_gives_the_methods_back(self, name: str, tmp_path: Path) -> None:

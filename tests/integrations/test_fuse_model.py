@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from liger_losses.integrations.transformers import FusedLossOutput, fuse_model, unfuse_head
+from liger_losses.integrations.transformers import FusedLossOutput, fuse_head, fuse_model, unfuse_head
 
 from .runs import assert_same, record_head_calls, run
 from .tiny import FAMILIES, tiny_model
@@ -113,13 +113,125 @@ def test_all_masked_batch_gives_a_differentiable_zero() -> None:
     assert loss == 0
 
 
+def test_the_rest_of_the_models_answer() -> None:
+    model, batch = tiny_model(), _batch()
+    own = model(**batch)
+    fuse_model(model)
+    answer = model(**batch)
+    assert list(answer) == ["loss"]
+    for name in (*own, "past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss"):
+        assert name == "loss" or getattr(answer, name) is None
+
+
+def test_a_compiled_model_is_fused_inside_its_wrapper() -> None:
+    model, batch = tiny_model(), _batch()
+    own = model(**batch).loss
+    compiled = torch.compile(model, backend="eager")
+    compiled(**batch)
+    head = fuse_model(compiled)
+    assert (head.model, head.verdict, head.verified) == ("LlamaForCausalLM", "checked", True)
+    answer = compiled(**batch)
+    assert answer.logits is None
+    torch.testing.assert_close(answer.loss, own, rtol=0, atol=1e-5)
+    unfuse_head(compiled)
+    assert compiled(**batch).logits is not None
+
+
 class TestRefused:
-    @pytest.mark.parametrize("name", ["label_smoothing", "output_hidden_states", "logits_to_keep"])
-    def test_inputs(self, name: str) -> None:
+    def test_label_smoothing(self) -> None:
         model = tiny_model()
         fuse_model(model)
-        with pytest.raises(ValueError, match=name):
-            model(**_batch(), **{name: 1})
+        with pytest.raises(ValueError, match="label_smoothing"):
+            model(**_batch(), label_smoothing=0.1)
+
+    @pytest.mark.parametrize(
+        "more",
+        [{"output_hidden_states": True}, {"output_attentions": True}, {"return_dict": False}, {"logits_to_keep": 2}],
+        ids=lambda more: next(iter(more)),
+    )
+    def test_other_answers_are_the_models_own_with_return_logits(self, more: dict[str, Any]) -> None:
+        model, batch = tiny_model(), _batch()
+        inputs = {**batch, **more, "labels": batch["labels"][:, -2:]} if "logits_to_keep" in more else {**batch, **more}
+        own = model(**inputs)
+        fuse_model(model)
+        with pytest.raises(ValueError, match=rf"{next(iter(more))}: got .* expected .*return_logits=True beside it"):
+            model(**inputs)
+        answer = model(**inputs, return_logits=True)
+        assert type(answer) is type(own)
+        assert len(answer) == len(own)
+        torch.testing.assert_close(answer[1], own[1])
+
+    def test_other_answers_asked_for_by_the_config(self) -> None:
+        model, batch = tiny_model(), _batch()
+        model.config.output_hidden_states = True
+        with pytest.raises(ValueError, match=r"config\.output_hidden_states: got True, .* expected False"):
+            fuse_model(model)
+        assert model(**batch).hidden_states is not None
+        fuse_model(model, verify=False)
+        assert model(**batch, output_hidden_states=False).hidden_states is None
+        assert model(**batch, return_logits=True).hidden_states is not None
+        model.config.return_dict = False
+        with pytest.raises(ValueError, match="return_dict: got False"):
+            model(**batch, fused_lm_head=True)
+
+    def test_a_loss_set_afterwards(self) -> None:
+        model = tiny_model()
+        fuse_model(model)
+        model.loss_function = lambda *args, **kwargs: torch.zeros(())
+        with pytest.raises(RuntimeError, match=r"loss_function was set after fuse_model\(model\)"):
+            model(**_batch())
+        assert model(**_batch(), return_logits=True).loss == 0
+
+    def test_verified_in_evaluation_mode_too(self) -> None:
+        class Shifted(transformers.LlamaForCausalLM):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                answer = super().forward(*args, **kwargs)
+                if answer.loss is not None:
+                    answer.loss = answer.loss + 1.0
+                return answer
+
+        with pytest.raises(ValueError, match="fused loss of 18 random tokens differ"):
+            fuse_model(Shifted(tiny_model().config), logits_in_eval=True)
+
+    @pytest.mark.parametrize("function", [fuse_model, fuse_head, unfuse_head])
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            (None, "model: got None of type NoneType, expected a causal language model"),
+            ("gpt2", "model: got 'gpt2' of type str, expected a causal language model"),
+            (transformers.LlamaForCausalLM, "model: got the class LlamaForCausalLM, expected an instance of it"),
+            (torch.nn.Linear(2, 2), "model: got a Linear, expected a causal language model"),
+            (
+                torch.nn.DataParallel(tiny_model()),
+                "model: got a DataParallel around a LlamaForCausalLM, .* before wrapping",
+            ),
+        ],
+        ids=["None", "name", "class", "linear", "wrapped"],
+    )
+    def test_what_is_no_model(self, function: Any, model: Any, message: str) -> None:
+        with pytest.raises(TypeError, match=message):
+            function(model)
+
+    @pytest.mark.parametrize(
+        ("function", "name"),
+        [(fuse_model, "verify"), (fuse_model, "logits_in_eval"), (fuse_head, "verify"), (fuse_head, "fp32"),
+         (fuse_head, "mean_logits_everywhere")],
+    )  # fmt: skip
+    def test_flags(self, function: Any, name: str) -> None:
+        with pytest.raises(TypeError, match=f"{name}: got 'no' of type str, expected True or False"):
+            function(tiny_model(), **{name: "no"})
+
+    def test_return_logits(self) -> None:
+        model = tiny_model()
+        fuse_model(model)
+        with pytest.raises(TypeError, match="return_logits: got 'no' of type str, expected True or False"):
+            model(**_batch(), return_logits="no")
+
+    @pytest.mark.parametrize("name", ["outputs", "differentiable"])
+    @pytest.mark.parametrize("value", ["entropy", 3])
+    def test_names(self, name: str, value: Any) -> None:
+        with pytest.raises(TypeError, match=f"{name}: got {value!r} of type .*, expected a tuple of names"):
+            fuse_head(tiny_model(), **{name: value})
 
     def test_a_loss_of_another_kind(self) -> None:
         def focal_loss(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -219,7 +219,7 @@ class TestRefused:
         ("options", "message"),
         [
             ({"outputs": ("logits",)}, "outputs has"),
-            ({"temperature": 0.0}, "temperature is"),
+            ({"temperature": 0.0}, "temperature: got 0.0, expected"),
             ({"differentiable": ("entropy",)}, "differentiable has"),
             ({"outputs": ("is_top1",), "differentiable": ("is_top1",)}, "differentiable has"),
         ],

@@ -216,6 +216,12 @@ class TestFusing:
     def test_other_trainers(self) -> None:
         with pytest.raises(TypeError, match="supported are, .*DPOTrainer"):
             fuse_trainer(object())
+        with pytest.raises(TypeError, match="trainer is a NoneType; supported are"):
+            unfuse_trainer(None)
+
+    def test_flags(self, tokenizer: Any, tmp_path: Path) -> None:
+        with pytest.raises(TypeError, match="verify: got 'no' of type str, expected True or False"):
+            fuse_trainer(_trainer(tokenizer, tmp_path, {}), verify="no")
 
     @pytest.mark.parametrize("installed", ["1.14.2", "2.0.0"])
     def test_versions(self, installed: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,9 @@ def test_bad_option(options: dict[str, Any], error: type[Exception], message: st
         ({"on_policy": True}, "advantages old_logprobs", "inputs: got advantages, old_logprobs, expected advantages, and"),
         ({"beta": 0.1}, "advantages old_logprobs", "expected advantages, old_logprobs, ref_logprobs, and"),
         ({}, "advantages old_logprobs ref_logprobs", "inputs: got advantages, old_logprobs, ref_logprobs, expected"),
-        ({"loss_type": "grpo"}, "advantages old_logprobs num_items_in_batch", "at most sampling_ratio beside"),
+        ({"loss_type": "grpo"}, "advantages old_logprobs num_items_in_batch", "num_items_in_batch: got a count with "
+         "loss_type='grpo', which is not divided by the tokens of the step; expected none, or one of the types that "
+         "are: dapo, cispo, vespo, ppo"),
         ({"sampler_mode": "token_mask"}, "advantages old_logprobs", "expected advantages, old_logprobs, sampling_logprobs"),
         ({"sampler_mode": "token_mask"}, "advantages old_logprobs sampling_logprobs sampling_ratio", "inputs: got"),
         ({}, "advantages old_logprobs sampling_logprobs", "inputs: got"),
