@@ -147,7 +147,7 @@ def test_every_kind(device: str, options: Divergence, dtype: torch.dtype, writte
         check_close(blocks, want, other, written, terms=8, scale=2 * size, what="gradient of blocks")
 
 
-_SOFTMAXES = [options for options in KINDS if options.form not in ("cosine", "mse")]
+_SOFTMAXES = [options for options in KINDS if options.form not in ("cosine", "mse", "akl")]  # not of whole rows
 
 
 @pytest.mark.parametrize("options", _SOFTMAXES[2::4] if INTERPRETED else _SOFTMAXES, ids=label_of)
