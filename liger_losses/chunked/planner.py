@@ -98,7 +98,7 @@ def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | 
             f"least {least.workspace:,} bytes at these shapes ({problem.tokens:,} scored tokens, H "
             f"{problem.hidden_size:,}, V {problem.vocab_size:,})"
         )
-    return min(fitting, key=_cost)
+    return min(fitting, key=cost)
 
 
 def _candidates(p: Problem) -> list[str]:
@@ -148,7 +148,7 @@ def _allowed(p: Problem, strategy: str) -> str:
     return strategy
 
 
-def _cost(plan: Plan) -> float:
+def cost(plan: Plan) -> float:
     """Time in units of one product: the products themselves plus what is moved besides."""
     p = plan.problem
     moved = 0.0
@@ -313,7 +313,7 @@ def _exact_cached(p: Problem, budget: int) -> Plan:
 def _plan_immediate(p: Problem, budget: int) -> Plan:
     # Logits and gradient tile share the budget: fewer rows projected at a time where that lets a unit stay whole.
     plans = [_immediate_with(p, budget, rows) for rows in _logit_rows(p)]
-    return min(plans, key=lambda plan: (plan.workspace > budget, _cost(plan)))
+    return min(plans, key=lambda plan: (plan.workspace > budget, cost(plan)))
 
 
 def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..chunked.planner import STRATEGIES, _cost, plan
+from ..chunked.planner import STRATEGIES, cost, plan
 from ..chunked.problem import Plan
 from .gpus import Gpu
 from .models import Head
@@ -147,7 +147,7 @@ def _ours_ms(made: Plan, step: Step, gpu: Gpu) -> float:
     per_logit = second * second * wide + 2 + again * second * wide
     moved = step.scored * step.head.vocab_size * (per_logit + wide * step.workload.reference)
     reference = step.second_products if step.workload.reference else 0.0
-    return (_cost(made) + reference) * step.product_ms(gpu, step.scored) + 1e-9 * moved / gpu.tb_s
+    return (cost(made) + reference) * step.product_ms(gpu, step.scored) + 1e-9 * moved / gpu.tb_s
 
 
 def _least_budget(step: Step, strategy: str) -> int:
