@@ -162,7 +162,9 @@ def test_heads_of_configurations(tmp_path: Path) -> None:
     [
         (["plan"], "plan: which model?"),
         (["plan", "no/such-model"], "no/such-model: no such file"),
-        (["plan", "llama-3.1-8b", "--batch", "0"], "--batch: got 0, expected >= 1"),
+        (["plan", "llama-3.1-8b", "--batch", "0"], "--batch: got 0, expected 1 to "),
+        (["plan", "llama-3.1-8b", "--batch", "1000000000"], "--batch: got 1000000000, expected 1 to "),
+        (["plan", "llama-3.1-8b", "--length", "10000000000"], "--length: got 10000000000, expected 1 to "),
         (["plan", "llama-3.1-8b", "--prompt", "1"], "--prompt: got 1.0, expected a share in [0, 1)"),
         (["plan", "llama-3.1-8b", "--memory", "much"], "--memory: got 'much', expected bytes such as"),
         (["plan", "llama-3.1-8b", "--loss", "jsd"], "--teacher: goes with the losses fkl and jsd"),

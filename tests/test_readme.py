@@ -55,6 +55,7 @@ def test_costs_in_the_readme_are_those_of_the_results() -> None:
         "ours, least memory, bf16 logits": ("ours (min memory, bf16)", "ours (min memory, bf16)", None),
         "TRL 1.16": ("TRL fused head",) * 3,
         "liger-kernel 0.8.5": ("liger-kernel", "liger-kernel, compiled", "liger-kernel, compiled"),
+        "full logits, torch.compile": ("full logits, torch.compile", None, None),
         "full logits, eager": ("full logits, eager",) * 3,
     }
     table = _rows("What it costs")

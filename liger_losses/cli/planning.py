@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .estimate import Estimate, Step, estimates, largest
+from .estimate import MOST_EXAMPLES, MOST_TOKENS, Estimate, Step, estimates, largest
 from .extras import MIB, CommandError, parse_bytes, require
 from .gpus import Gpu, gpus
 from .models import Head, find_head, known_models
@@ -45,9 +45,9 @@ def _bytes(option: str, text: str) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Head, Gpu, Step]:
-    for name in ("batch", "length"):
-        if getattr(options, name) < 1:
-            raise CommandError(f"--{name}: got {getattr(options, name)}, expected >= 1")
+    for name, most in (("batch", MOST_EXAMPLES), ("length", MOST_TOKENS)):
+        if not 1 <= getattr(options, name) <= most:
+            raise CommandError(f"--{name}: got {getattr(options, name)}, expected 1 to {most:,}")
     if not 0 <= options.prompt < 1:
         raise CommandError(f"--prompt: got {options.prompt}, expected a share in [0, 1)")
     workload = WORKLOADS[options.loss]
