@@ -6,8 +6,8 @@
 
 The student learns the teacher's whole distribution over every next token of the answers, by a Jensen-Shannon
 divergence; with `--lmbda` above 0, that share of the steps is on answers that the student writes itself. TRL alone
-builds the logits of both models at every position. Without `--teacher` the teacher is a wider Llama made here, on more
-steps of the same text: the numbers show that the divergence falls, not how good either model is.
+builds the logits of both models at every position. Without `--teacher` the teacher is a wider Llama made here, on the
+same text: the numbers show that the divergence falls, not how good either model is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPLATE = (
 def main() -> None:
     args = parse(
         __doc__,
-        steps=20,
+        steps=12,
         teacher={"help": "model on the hub or a folder with the student's tokenizer (with --model)"},
         beta={"type": float, "default": 0.5, "help": "of the divergence; 0: forward KL, 1: reverse KL"},
         lmbda={"type": float, "default": 0.2, "help": "share of the steps on the student's own answers"},
@@ -49,7 +49,7 @@ def main() -> None:
     if args.model is None:
         tokenizer.chat_template = TEMPLATE
         teacher = warm_model(
-            tokenizer, paragraphs()[0], steps=3 * args.warm_up // 2, seed=args.seed + 1, device=args.device,
+            tokenizer, paragraphs()[0], steps=args.warm_up, seed=args.seed + 1, device=args.device,
             hidden_size=160, label="the teacher, on the text",
         )  # fmt: skip
     else:
