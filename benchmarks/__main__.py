@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +74,52 @@ def _record(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
     return {"command": shlex.join(["python", "-m", "benchmarks", *kept]), "environment": environment}
 
 
+def _named(cases: Iterable[Any], options: argparse.Namespace) -> list[Any]:
+    """Those that `--case` asks for."""
+    return [case for case in cases if not options.case or any(part in case.name for part in options.case)]
+
+
+def _verdict(failures: list[str], path: Path | None = None) -> int:
+    """The last line, and the exit status."""
+    written = "" if path is None else f"written: {path.name}; "
+    print(f"\n{written}{'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
+    return 1 if failures else 0
+
+
+def _measured(
+    cases: list[Any],
+    implementations: Sequence[Any],
+    options: argparse.Namespace,
+    record: dict[str, Any],
+    more: Callable[[dict[str, Any]], list[str]] = lambda report: [],
+) -> int:
+    """Run the cases under the record's label; `more` are lines under a case's rows."""
+    device, reference = torch.device(options.device), getattr(torch, options.reference)
+    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
+    record["cases"] = []
+    path = None
+    for case in cases:
+        started = time.perf_counter()
+        report = measure.run_case(case, implementations, device, options.repeats, reference)
+        record["cases"].append(report)
+        # After every case: a run cut short keeps what it measured.
+        path = results.save(record, options.out, kind=f"-{record['label']}" * bool(record["label"]))
+        seconds = f"({time.perf_counter() - started:.0f} s)"
+        print("\n".join([results.summary(report), *more(report), seconds]), flush=True)
+    return _verdict([failure for report in record["cases"] for failure in measure.failed(report)], path)
+
+
 def _run(options: argparse.Namespace, record: dict[str, Any]) -> int:
     device = torch.device(options.device)
     suites = ("quick",) if options.quick else ("quick", "default", *(("harness",) if options.case else ()))
-    cases = [case for case in CASES.values() if case.suite in suites]
-    if options.case:
-        cases = [case for case in cases if any(part in case.name for part in options.case)]
+    cases = _named((case for case in CASES.values() if case.suite in suites), options)
     chosen = [one for one in IMPLEMENTATIONS if not options.impl or any(part in one.name for part in options.impl)]
     if not cases or not chosen:
         return _refuse("no case or no implementation has such a name; --list names what there is")
     if device.type == "cpu" and any(case.suite != "harness" for case in cases):
         return _refuse("these shapes need a GPU; on a CPU, check the harness itself with --case tiny")
-    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
-    record["label"], record["cases"] = options.label, []
-    for case in cases:
-        started = time.perf_counter()
-        report = measure.run_case(case, chosen, device, options.repeats, getattr(torch, options.reference))
-        record["cases"].append(report)
-        # After every case: a run cut short keeps what it measured.
-        path = results.save(record, options.out, kind=f"-{options.label}" * bool(options.label))
-        print(f"{results.summary(report)}\n({time.perf_counter() - started:.0f} s)", flush=True)
-    failures = [failure for report in record["cases"] for failure in measure.failed(report)]
-    print(
-        f"\nwritten: {path.name}; " + (f"not passed: {'; '.join(failures)}" if failures else "ours passed every gate")
-    )
-    return 1 if failures else 0
+    record["label"] = options.label
+    return _measured(cases, chosen, options, record)
 
 
 def _profile(options: argparse.Namespace, record: dict[str, Any]) -> int:
@@ -116,8 +138,7 @@ def _profile(options: argparse.Namespace, record: dict[str, Any]) -> int:
 def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     device = torch.device(options.device)
     # Elsewhere than on a GPU the harness itself is checked, at shapes of a moment.
-    cases = layers.CASES if device.type == "cuda" else layers.TINY
-    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    cases = _named(layers.CASES if device.type == "cuda" else layers.TINY, options)
     if not cases:
         return _refuse("no layer case has such a name")
     record["settings"] = {"repeats": options.repeats}
@@ -127,9 +148,7 @@ def _layers(options: argparse.Namespace, record: dict[str, Any]) -> int:
         record["layers"].append(report)
         path = results.save(record, options.out, kind="-layers")
         print(layers.summary(report), flush=True)
-    failures = [failure for report in record["layers"] for failure in layers.failed(report)]
-    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
-    return 1 if failures else 0
+    return _verdict([failure for report in record["layers"] for failure in layers.failed(report)], path)
 
 
 def _tables(options: argparse.Namespace, record: dict[str, Any]) -> int:
@@ -154,8 +173,7 @@ def _tables(options: argparse.Namespace, record: dict[str, Any]) -> int:
 
 def _trainers(options: argparse.Namespace, record: dict[str, Any]) -> int:
     device = torch.device(options.device)
-    cases = trainers.CASES if device.type == "cuda" else trainers.QUICK
-    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    cases = _named(trainers.CASES if device.type == "cuda" else trainers.QUICK, options)
     if not cases:
         return _refuse("no trainer case has such a name")
     record["settings"] = {"repeats": options.repeats}
@@ -165,9 +183,7 @@ def _trainers(options: argparse.Namespace, record: dict[str, Any]) -> int:
         record["trainers"].append(report)
         results.save(record, options.out, kind="-trainers" + f"-{options.label}" * bool(options.label))
 
-    failures = trainers.run(cases, device, options.repeats, save)
-    print(f"\n{'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
-    return 1 if failures else 0
+    return _verdict(trainers.run(tuple(cases), device, options.repeats, save))
 
 
 def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
@@ -180,24 +196,11 @@ def _active(options: argparse.Namespace, record: dict[str, Any]) -> int:
             print(f"{row['share']:5.0%} of the columns {row['compact_ms']:8.2f} ms, all {row['whole_ms']:8.2f} ms")
         print(f"written: {path.name}")
         return 0
-    cases = active.CASES if device.type == "cuda" else active.SMALL
-    cases = tuple(c for c in cases if not options.case or any(part in c.name for part in options.case))
+    cases = _named(active.CASES if device.type == "cuda" else active.SMALL, options)
     if not cases:
         return _refuse("no case has such a name")
-    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
-    record["label"], record["cases"] = "active", []
-    for case in cases:
-        started = time.perf_counter()
-        reference = getattr(torch, options.reference)
-        report = measure.run_case(case, active.IMPLEMENTATIONS, device, options.repeats, reference)
-        record["cases"].append(report)
-        path = results.save(record, options.out, kind="-active")
-        print(
-            f"{results.summary(report)}\n{active.ratios(report)}\n({time.perf_counter() - started:.0f} s)", flush=True
-        )
-    failures = [failure for report in record["cases"] for failure in measure.failed(report)]
-    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
-    return 1 if failures else 0
+    record["label"] = "active"
+    return _measured(cases, active.IMPLEMENTATIONS, options, record, lambda report: [active.ratios(report)])
 
 
 def _distributed(options: argparse.Namespace, record: dict[str, Any]) -> int:
@@ -207,9 +210,7 @@ def _distributed(options: argparse.Namespace, record: dict[str, Any]) -> int:
     record["settings"] = {"repeats": options.repeats}
     record["distributed"] = distributed.run(device, options.repeats)
     path = results.save(record, options.out, kind="-distributed")
-    failures = [failure for report in record["distributed"] for failure in distributed.failed(report)]
-    print(f"\nwritten: {path.name}; {'not passed: ' + '; '.join(failures) if failures else 'ours passed every gate'}")
-    return 1 if failures else 0
+    return _verdict([failure for report in record["distributed"] for failure in distributed.failed(report)], path)
 
 
 def _report(options: argparse.Namespace) -> int:
