@@ -16,7 +16,7 @@ from trl.experimental import gkd, gold, iw_opd, sdft, sdpo
 
 from .conftest import TEXT
 from .runs import near
-from .tiny import tiny_model
+from .tiny import tiny_model, trainer_settings
 from .trainer_cases import Case, case
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %} <eos>{% endif %} {% endfor %}"
@@ -146,22 +146,7 @@ def build(
     **more: Any,
 ) -> Any:
     kind, config, rows_of, own = TRAINERS[name]
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **own,
-        **options,
-    }
+    settings = {**trainer_settings(folder / "out"), **own, **options}
     tokenizer = copy.deepcopy(byte_level())
     tokenizer.chat_template = TEMPLATE
     tokenizer.padding_side = "left"

@@ -21,7 +21,7 @@ from liger_losses.integrations.trl import FuseReport, fuse_trainer, unfuse_train
 
 from .conftest import TEXT
 from .runs import assert_same, near, record_head_calls, run
-from .tiny import tiny_model
+from .tiny import tiny_model, trainer_settings
 
 LOSS_TYPES = (
     "sigmoid", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
@@ -69,21 +69,7 @@ def _pairs(count: int) -> datasets.Dataset:
 def _trainer(
     tokenizer: Any, folder: Path, options: dict[str, Any], family: str = "llama", peft: Any = None, **more: Any
 ) -> DPOTrainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **options,
-    }
+    settings = {**trainer_settings(folder), **options}
     reference = None if peft or settings.get("precompute_ref_log_probs") else near(tiny_model(family))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

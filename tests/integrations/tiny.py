@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -45,3 +46,21 @@ def tiny_model(family: str = "llama", seed: int = 0) -> transformers.PreTrainedM
     config = transformers.AutoConfig.for_model(family.removesuffix("_tied"), **{**common, **FAMILIES[family]})
     transformers.set_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def trainer_settings(folder: Path) -> dict[str, Any]:
+    """Three quiet steps of any of TRL's trainers, on the CPU in fp32."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }

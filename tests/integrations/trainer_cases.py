@@ -14,7 +14,7 @@ from trl.experimental import a2po, cpo, gmpo, online_dpo, orpo, tpo
 
 from .conftest import TEXT
 from .runs import near
-from .tiny import tiny_model
+from .tiny import tiny_model, trainer_settings
 
 Rows = list[dict[str, Any]]
 
@@ -159,22 +159,7 @@ def build(
     **more: Any,
 ) -> Any:
     kind, config, rows_of, own = TRAINERS[name]
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **own,
-        **options,
-    }
+    settings = {**trainer_settings(folder / "out"), **own, **options}
     rows = _rows(24)
     keywords: dict[str, Any] = {
         "train_dataset": datasets.Dataset.from_list(rows_of(rows)),
