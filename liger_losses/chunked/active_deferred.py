@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import Emit, differentiable_once, scaled_cast
+from ..kernels import Emit, differentiable_once, remember_implementation, scaled_cast
 from .active import TileGradient
 from .deferred import backward, finish_weight_gradient, forward, outside_autocast, tile_ranges
 from .head_tensors import HeadTensors
@@ -54,6 +54,7 @@ class ActiveFunction(torch.autograd.Function):
             # No tile is projected again, and the teacher has said all it has to say.
             call = replace(call, tensors=replace(call.tensors, teacher=None))
         ctx.call, ctx.kept = call, [tile is not None for tile in kept]
+        remember_implementation(ctx)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, name in zip(values, call.names, strict=True) if name != call.one))
         ctx.save_for_backward(hidden, weight, bias, lse, scale, product, cache, *tensors)

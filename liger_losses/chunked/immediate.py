@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DTYPES, Emit, RowState, differentiable_once, scaled_cast
+from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation, scaled_cast
 from .active import TileGradient
 from .deferred import finish_weight_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
@@ -152,6 +152,7 @@ class ImmediateFunction(torch.autograd.Function):
             first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
             coefficients = _group(walk, group, tiles, kept, total, first)
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
+        remember_implementation(ctx)
         ctx.set_materialize_grads(False)
         ctx.needs, ctx.shard = needs, walk.shard
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)

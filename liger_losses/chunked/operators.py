@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, DTYPES, DivergenceState, LogitTransform
+from ..kernels import DIFFERENTIABLE, DTYPES, DivergenceState, LogitTransform, as_remembered, remember_implementation
 from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
 from .head_tensors import HeadTensors
@@ -217,6 +217,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     options = CallOptions(*scalars)
     if options.strategy != "recompute":
         tensors = [*tensors[:3], *(None for _ in tensors[3:])]  # the teacher has said all it has to say
+    remember_implementation(ctx)
     ctx.set_materialize_grads(False)
     names = options.names
     entropy = output[names.index("entropy")] if "entropy" in names else None
@@ -232,10 +233,11 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     empty = (None,) * (11 + len(ctx.scalars))
     if all(gradient is None for gradient in asked):
         return (None, None, *empty)
-    d_hidden, d_weight, d_bias = token_statistics_backward(
-        *asked, entropy, lse, scale, kept, cache, hidden, weight, bias, target, index, ctx.row_counts, *tensors,
-        *ctx.scalars,
-    )  # fmt: skip
+    with as_remembered(ctx):
+        d_hidden, d_weight, d_bias = token_statistics_backward(
+            *asked, entropy, lse, scale, kept, cache, hidden, weight, bias, target, index, ctx.row_counts, *tensors,
+            *ctx.scalars,
+        )  # fmt: skip
     return (
         d_hidden if options.needs_hidden else None,
         d_weight if options.needs_weight else None,

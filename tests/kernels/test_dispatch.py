@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from liger_losses import kernels
+from liger_losses import fused_linear_loss, kernels, linear_logprobs
 from liger_losses.kernels import LogitTransform, dispatch, implementation
 from liger_losses.kernels.dispatch import use_triton
+from liger_losses.losses import CrossEntropyLoss
 
 from ..oracle import TRANSFORMS, transformed
 from .test_tile_statistics import as_transform
@@ -62,6 +63,29 @@ def test_a_request_reaches_backward_in_another_thread(name: str, monkeypatch: py
         thread.start()
         thread.join()
     assert seen == ["torch", "torch", None, None]
+
+
+@pytest.mark.parametrize("strategy", ["cached", "recompute", "frozen", "immediate", "active"])
+def test_a_request_reaches_the_walks_backward_in_another_thread(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(200, 8, requires_grad=strategy != "frozen")
+    target = torch.arange(6)
+    seen: list[str | None] = []
+    for name in ("tile_statistics", "tile_gradient", "scaled_cast"):
+        module = importlib.import_module(f"liger_losses.kernels.{name}")
+        monkeypatch.setattr(module, "use_triton", lambda _: bool(seen.append(dispatch.requested())))
+    for request, expected in ((implementation("torch"), "torch"), (contextlib.nullcontext(), None)):
+        with request:
+            if strategy == "immediate":
+                value = fused_linear_loss(CrossEntropyLoss(), hidden[None], weight, target[None], strategy=strategy)[0]
+            else:
+                more = {"strategy": "cached", "active_vocab": 0.0} if strategy == "active" else {"strategy": strategy}
+                value = linear_logprobs(hidden, weight, target, **more).sum()
+        seen.clear()
+        thread = threading.Thread(target=value.backward)
+        thread.start()
+        thread.join()
+        assert seen
+        assert set(seen) == {expected}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
