@@ -215,19 +215,6 @@ def _whole_logits(trainer: Any) -> Any:
 
 
 @contextmanager
-def _widened(trainer: Any) -> Any:
-    def widen(module: Any, arguments: Any, output: Any) -> None:
-        output.logits = output.logits.float()
-
-    hooks = [model.register_forward_hook(widen) for model in (trainer.model, trainer.teacher_model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
 def _fused(trainer: Any) -> Any:
     from liger_losses.integrations.trl import fuse_trainer, unfuse_trainer
 
@@ -256,14 +243,11 @@ def _fused_with_layers(trainer: Any) -> Any:
 Implementation = tuple[str, Callable[[Any], AbstractContextManager[Any]]]
 SHIPPED, FUSED = ("TRL", _as_shipped), ("fuse_trainer", _fused)
 LAYERED = ("fuse_trainer, fuse_layers", _fused_with_layers)
-# Without autocast GKD takes the divergence of bf16 logits in bf16, which is no measure of others: it may be negative.
-WIDENED = ("TRL, logits cast to fp32", _widened)
 
 
 def implementations(case: Case) -> list[Implementation]:
     whole = [("TRL's loss on whole logits", _whole_logits)] if case.layers else []
-    exact = [WIDENED] if case.trainer == "gkd" else []
-    return [*whole, SHIPPED, *exact, FUSED, *([LAYERED] if case.layers else [])]
+    return [*whole, SHIPPED, FUSED, *([LAYERED] if case.layers else [])]
 
 
 def _step(trainer: Any, model: Any, batch: Batch) -> Tensor:
@@ -319,7 +303,7 @@ def run_case(case: Case, models: list[Any], device: torch.device, repeats: int =
             for attribute in ("forward", "_original_forward", "_is_accelerate_prepared"):
                 vars(one).pop(attribute, None)
     measured = {row["implementation"]: row for row in rows if "loss" in row}
-    own = measured.get(WIDENED[0], measured.get(SHIPPED[0]))
+    own = measured.get(SHIPPED[0])
     for row in measured.values():
         if own is not None and not _near(row, own):
             row["status"] = f"not the loss and gradient of {own['implementation']}"
@@ -377,12 +361,12 @@ def summary(report: dict[str, Any]) -> str:
 COLUMNS = ("implementation", "ms", "tokens/s", "x TRL", "peak GiB", "loss", "gradient's norm")
 HEADER = (f"| {' | '.join(COLUMNS)} |", "|---" + "|--:" * (len(COLUMNS) - 1) + "|")
 LEGEND = """\
-A training step of TRL's trainers without the optimiser's: whole model (the shape of Llama 3.2 1B, random weights, bf16,
-sdpa), forward and backward by the trainer's own `training_step` on one batch. Times are medians of {repeats} repeats of
-three steps in a row.
+A training step of TRL's trainers without the optimiser's: whole model (the shape of Llama 3.2 1B, random weights, bf16
+under bf16 autocast, sdpa), forward and backward by the trainer's own `training_step` on one batch. Times are medians of
+{repeats} repeats of three steps in a row.
 
 - *TRL*: the trainer as it ships; *TRL's loss on whole logits*: the same with logits of every position in the place of
-  its fused head, as models give them; *TRL, logits cast to fp32*: without autocast GKD has them in bf16.
+  its fused head, as models give them.
 - *x TRL*: how many times as fast as *TRL*. *peak GiB*: all memory allocated at once, both models' weights included.
 """
 
