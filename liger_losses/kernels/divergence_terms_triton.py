@@ -28,6 +28,7 @@ JSD = tl.constexpr(5)
 SKEWED_FORWARD = tl.constexpr(6)
 SKEWED_REVERSE = tl.constexpr(7)
 TVD = tl.constexpr(8)
+HALF_JSD = tl.constexpr(10)  # beta 0.5, where half of the terms are 0
 
 
 @triton.jit
@@ -64,25 +65,33 @@ def _mixture(x, weight):
 
 
 @triton.jit
-def _jsd(logs, logt, s, t, beta):
+def _jsd(logs, logt, s, t, beta, HALF: tl.constexpr):
     # With w = (s - t) / m: d = m ((1 - beta) (1 + beta w) log(1 + beta w) + beta (1 - v) log(1 - v)), v = (1 - beta) w,
     # whose series has no linear term: for near-equal models the two logarithms would cancel to nothing but rounding.
     rest = 1.0 - beta
     m = beta * t + (rest * s + TINY)
     w = (s - t) * fast_reciprocal(m)
-    near = tl.abs(w) < 0.125
+    NEAR: tl.constexpr = 0.25 if HALF else 0.125
+    near = tl.abs(w) < NEAR
     logarithm = fast_log2(tl.where(near, 1.0 + beta * w, m))
-    g = (rest * LN2) * s * tl.where(near, logarithm, logs - logarithm)
-    b2 = beta * beta
-    r2 = rest * rest
-    c2 = 0.5 * beta * rest
-    c3 = beta * rest * (r2 - b2) / 6
-    c4 = beta * rest * (r2 * rest + b2 * beta) / 12
-    c5 = beta * rest * (r2 * r2 - b2 * b2) / 20
-    c6 = beta * rest * (r2 * r2 * rest + b2 * b2 * beta) / 30
-    c7 = beta * rest * (r2 * r2 * r2 - b2 * b2 * b2) / 42
-    series = c2 + w * (c3 + w * (c4 + w * (c5 + w * (c6 + w * c7))))
-    d = tl.where(near, (s - t) * w * series, tl.maximum(g + (beta * LN2) * t * (logt - logarithm), 0.0))
+    each = s * tl.where(near, logarithm, logs - logarithm)
+    if HALF:
+        square = w * w
+        series = 1 / 8 + square * (1 / 192 + square * (1 / 1920))
+        far = (each + t * (logt - logarithm)) * (0.5 * LN2)
+    else:
+        b2 = beta * beta
+        r2 = rest * rest
+        c2 = 0.5 * beta * rest
+        c3 = beta * rest * (r2 - b2) / 6
+        c4 = beta * rest * (r2 * rest + b2 * beta) / 12
+        c5 = beta * rest * (r2 * r2 - b2 * b2) / 20
+        c6 = beta * rest * (r2 * r2 * rest + b2 * b2 * beta) / 30
+        c7 = beta * rest * (r2 * r2 * r2 - b2 * b2 * b2) / 42
+        series = c2 + w * (c3 + w * (c4 + w * (c5 + w * (c6 + w * c7))))
+        far = each * (rest * LN2) + t * (logt - logarithm) * (beta * LN2)
+    d = tl.where(near, (s - t) * w * series, tl.maximum(far, 0.0))
+    g = each * (rest * LN2)
     return d, g
 
 
@@ -124,7 +133,7 @@ def mixture_total(sum_s, sum_t, beta, kappa, first, c1, c2, c3, c4):
 @triton.jit
 def terms(logs, logt, parameter, FORM: tl.constexpr):
     # s, d and g: see `_terms` of the twin.
-    if FORM == JSD:
+    if (FORM == JSD) or (FORM == HALF_JSD):  # noqa: SIM109
         # Finite, so that 0 log 0 is 0; the power is 0 all the same.
         logs = tl.maximum(logs, -200.0)
         logt = tl.maximum(logt, -200.0)
@@ -141,8 +150,8 @@ def terms(logs, logt, parameter, FORM: tl.constexpr):
     elif FORM == JEFFREYS:
         d = tl.where(s == t, 0.0, (s - t) * x)
         g = tl.where(s == 0.0, 0.0, s * x) - t
-    elif FORM == JSD:
-        d, g = _jsd(logs, logt, s, t, parameter)
+    elif (FORM == JSD) or (FORM == HALF_JSD):  # noqa: SIM109
+        d, g = _jsd(logs, logt, s, t, parameter, FORM == HALF_JSD)
     elif FORM == SKEWED_FORWARD:
         y_s, y_t = _mixture(x, parameter)
         m = parameter * t + (1.0 - parameter) * s
@@ -188,7 +197,7 @@ def entry(
         else:
             p, _d, g = terms(s - lse_s, t - lse_t, parameter, FORM)
             soft = g - p * total
-            if FORM != JSD:
+            if (FORM != JSD) and (FORM != HALF_JSD):
                 soft = tl.where(tl.abs(total) < float("inf"), soft, 0.0)
         if HARD:
             gradient = soft * weight + hard_weight * (tl.exp(z - lse_h) - tl.where(is_target, 1.0, 0.0))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .divergence_terms_triton import COSINE, FORMS, JEFFREYS, JSD, LN2, LOG2E, MSE, entry, mixture_total
+from .divergence_terms_triton import COSINE, FORMS, HALF_JSD, JEFFREYS, JSD, LN2, LOG2E, MSE, entry, mixture_total
 from .divergence_tile import Columns, DivergenceState, TeacherTile
 from .divergence_visits_triton import both_sides, row_maxima, row_sums, visit
 from .tile_statistics_triton import (
@@ -32,7 +32,7 @@ from .transform import LogitTransform
 _OF_LOGITS = ("cosine", "mse")
 # Of the shapes tried on an H200 (blocks of 512 to 8,192, 2 to 32 warps, 1 to 4 stages) the one near the best of each
 # kind of both logits dtypes. Without stages JSD took 1.1 times as long with fp32 logits, 1.35 times with bf16 ones.
-_BLOCK, _WARPS = 2048, 4
+_BLOCK = 2048
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
 _HEADROOM = tl.constexpr(2.0**40)  # see tile_statistics_triton
 
@@ -112,7 +112,7 @@ def _divergence_kernel(
     ref_h = finite(tl.maximum(tl.max(z, 0), tl.max(found, 0)))
     # JSD's S is summed in the first visit, about a guess of the ratio of the normalisers: that of the first block and
     # the target.
-    MIXED: tl.constexpr = EMIT and FORM == JSD
+    MIXED: tl.constexpr = EMIT and ((FORM == JSD) or (FORM == HALF_JSD))  # noqa: SIM109
     kappa = 1.0
     if MIXED:
         beyond = tl.where(local >= BLOCK, 1.0, 0.0)
@@ -307,7 +307,7 @@ def _arguments(
         "T_HAS_BIAS": teacher.bias is not None,
         "T_HAS_SOFTCAP": teacher.transform.softcap is not None,
         "PROBABILITIES": teacher.probabilities,
-        "FORM": FORMS.index(options.form),
+        "FORM": HALF_JSD.value if options.form == "jsd" and options.parameter == 0.5 else FORMS.index(options.form),
         "SOFT": options.weight > 0,
         "HARD": options.hard_weight > 0,
         "OF_LOGITS": options.form in _OF_LOGITS,
@@ -317,7 +317,8 @@ def _arguments(
 def shape_of_visits(tile: Tensor) -> dict[str, int]:
     """Block, stages and warps of a kernel in which a program walks along a row."""
     block = _BLOCK if tile.is_cuda else 128
-    return {"BLOCK": block, "STAGES": 4 if tile.element_size() == 2 else 3, "num_warps": _WARPS}
+    stages, warps = (4, 4) if tile.element_size() == 2 else (3, 8)
+    return {"BLOCK": block, "STAGES": stages, "num_warps": warps}
 
 
 def divergence_tile_triton(
