@@ -146,6 +146,12 @@ def _work(rank: int, port: int, kind: str, repeats: int, out: str) -> None:
         dist.destroy_process_group()
 
 
+def _alone(rank: int, kind: str, repeats: int, out: str) -> None:
+    """One GPU's part, in a process of which no rank's engine knows, and which knows of no other GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    torch.save(trainers_fsdp.alone(torch.device(kind), repeats), out)
+
+
 def _write(rank: int, reports: list[dict[str, Any]], out: str) -> None:
     if rank == 0:
         Path(out).write_text(json.dumps(reports))
@@ -158,8 +164,12 @@ def run(device: torch.device, repeats: int) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port, out = free.getsockname()[1], Path(folder, "reports.json")
         free.close()
-        # In this process, of which no rank's engine knows.
-        torch.save(trainers_fsdp.alone(device, repeats), out.with_name(ONE_GPU))
+        one_gpu = out.with_name(ONE_GPU)
+        try:
+            mp.spawn(_alone, args=(device.type, repeats, str(one_gpu)), nprocs=1, join=True)
+        except Exception as error:
+            row = {"implementation": "fuse_trainer", "status": f"failed: {str(error).strip().splitlines()[-1]}"}
+            torch.save({"case": "fsdp2-trl-dpo", "title": "TRL's DPOTrainer", "rows": [row]}, one_gpu)
         try:
             mp.spawn(_work, args=(port, device.type, repeats, str(out)), nprocs=RANKS, join=True)
         except Exception as error:
