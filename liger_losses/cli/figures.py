@@ -53,6 +53,7 @@ def bars(
     if floor is not None:
         axes.axvline(floor, color=BAD, lw=1, ls=(0, (4, 3)))
         unit += "  (dashed: the matrix products alone)"
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlim(0, 1.18 * max(values.values(), default=1.0))
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(unit)
