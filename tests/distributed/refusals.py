@@ -85,10 +85,6 @@ def refusals() -> None:
     )
     high = target.clone()
     high[0, -1] = V
-    _refused(
-        lambda: linear_logprobs(hidden, spread, target, active_vocab="auto"), ValueError,
-        "active_vocab: got 'auto' with a vocabulary-parallel head, expected None",
-    )  # fmt: skip
     akl = Divergence(kind="akl")
     _refused(
         lambda: linear_divergence(
