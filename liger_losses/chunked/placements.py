@@ -162,9 +162,6 @@ def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
     if shard is None:
         weight, bias, logits = (None if t is None else gathered(t) for t in (weight, bias, logits))
         return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
-    if teacher.divergence.form == "akl":
-        raise ValueError("divergence: got kind 'akl' beside a vocabulary-parallel student, expected another: where the "
-                         "teacher's mass lies is read off whole rows")  # fmt: skip
     if teacher.probabilities:
         raise ValueError("teacher_probs: got a tensor beside a vocabulary-parallel student, expected their logarithms "
                          "as teacher_logits")  # fmt: skip

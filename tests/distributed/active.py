@@ -87,17 +87,17 @@ def active_columns_of_a_spread_vocabulary_with_nothing_left_out() -> None:
         expected = _step(lambda h, w, b, c=call: c(h, w, b, None), hidden, weight, bias)
         # Both ranks compact every tile, or one does and the other none; tiles are kept by both, by one or by none, and
         # all of `G` where there is room and nothing to compact.
-        for shares in ((2.0, 2.0), (2.0, -1.0), (-1.0, 2.0)):
-            for room in (
-                None,
-                {"cache_bytes": 3000 * rank, **few},
-                {"whole_cache": True, "cache_bytes": 1 << 20, **few},
-            ):
-                with _plans(shares[rank], **(room or {})):
-                    seen = _step(lambda h, w, b, c=call: c(h, w, b, 0), hidden, *_spread(weight, bias))
-                close(seen[0], expected[0])
-                for ours, theirs in zip(seen[1], expected[1], strict=True):
-                    close(ours, theirs, 1e-8)
+        for shares, changes in (
+            ((2.0, 2.0), {}),
+            ((2.0, 2.0), {"cache_bytes": 3000 * rank, **few}),
+            ((2.0, -1.0), {"cache_bytes": 1 << 20, "whole_cache": False, **few}),
+            ((-1.0, 2.0), {"cache_bytes": 1 << 20, "whole_cache": True, **few}),
+        ):
+            with _plans(shares[rank], **changes):
+                seen = _step(lambda h, w, b, c=call: c(h, w, b, 0), hidden, *_spread(weight, bias))
+            close(seen[0], expected[0])
+            for ours, theirs in zip(seen[1], expected[1], strict=True):
+                close(ours, theirs, 1e-8)
 
 
 def _with_tails(gradient: Tensor, target: Tensor, eps: float) -> Tensor:
