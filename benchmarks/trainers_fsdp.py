@@ -88,6 +88,7 @@ def built(
     case: Case, state: Implementation, dtype: torch.dtype, device: torch.device, **arguments: Any
 ) -> Iterator[tuple[Any, Any]]:
     """A trainer in one of its states, and its model as accelerate prepares it: `(trainer, model)`."""
+    _free(device)
     _, config, made = _settings(device)
     models = [model.to(dtype) for model in trainers.make_models(config, 2, device, made)]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -124,7 +125,6 @@ def _row(
         row["status"] = "out of memory"
     except Exception as error:  # an engine that a head cannot run on is a result, in its own words
         row["status"] = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    _free(device)
     return row, gradient
 
 
@@ -142,7 +142,6 @@ def _truth(case: Case, batch: Batch, device: torch.device) -> dict[str, Any]:
         losses = [trainer.training_step(model, share(batch, part, pairs), None) for part in range(pairs)]
         found = {"loss": float(torch.stack(losses).sum()), "grad_norm": trainers.gradient_norm(model)}
         found["head"] = head_gradient(model)
-    _free(device)
     return found
 
 
@@ -151,12 +150,21 @@ def _errors(row: dict[str, Any], gradient: Tensor, true: dict[str, Any]) -> dict
     return errors | {"head's gradient": distance(gradient, true["head"])}
 
 
-def alone(device: torch.device, repeats: int) -> dict[str, Any]:
-    """The report of one GPU with every pair, as `sharded` goes on with it; tensors and all."""
+def empty(device: torch.device) -> dict[str, Any]:
+    """The report before there is anything in it."""
     case, config, _ = _settings(device)
     title = f"TRL's DPOTrainer, Llama of {config['num_hidden_layers']} layers, H {config['hidden_size']}, V " \
             f"{config['vocab_size']}: {case.rows // 2} pairs of {case.length} tokens in all, FSDP2"  # fmt: skip
-    report: dict[str, Any] = {"case": "fsdp2-trl-dpo", "title": title, "rows": []}
+    return {"case": "fsdp2-trl-dpo", "title": title, "rows": []}
+
+
+def alone(device: torch.device, repeats: int) -> dict[str, Any]:
+    """The report of one GPU with every pair, as `sharded` goes on with it; tensors and all.
+
+    For a process that sees one GPU: of several, transformers would make replicas.
+    """
+    report = empty(device)
+    case, config, _ = _settings(device)
     trainers.prepare_imports()
     try:
         import trl  # noqa: F401
@@ -172,10 +180,10 @@ def alone(device: torch.device, repeats: int) -> dict[str, Any]:
             row["errors"] = _errors(row, gradient, report["truth"])
             row["tokens_per_second"] = 1000 * case.rows * case.length / row["ms"]
         report["rows"].append(row)
-    # What TRL's own two heads leave of fp32 on one GPU is what bf16 costs: twice that is the bound for all the others.
+    # What TRL's own two heads leave of fp32 on one GPU is what bf16 costs: three times that is the bound for all.
     known = [row["errors"] for row in report["rows"][:2] if "errors" in row]
     for name in known[0] if known else ():
-        report.setdefault("error_bound", {})[name] = max(2 * max(errors[name] for errors in known), BAND)
+        report.setdefault("error_bound", {})[name] = max(3 * max(errors[name] for errors in known), BAND)
     _judge(report)
     return report
 

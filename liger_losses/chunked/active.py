@@ -14,6 +14,9 @@ is what a column of it adds up to over the tile's tokens, at the price of one co
 token differs from that of the others. (Left out altogether, the tail of many small probabilities would be missed: it
 points in one direction, that of the mean row of the weight.) Values are never touched.
 
+Of a vocabulary that is spread over ranks each chooses among its own columns, against its own entries' norm: what all of
+them move to their tails, one for each, is then at most the same d of the whole tile's, and nobody has to be asked.
+
 How many columns that makes, the device knows: the count travels to the host while the next tile's projection runs, so
 that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow.
 """
@@ -117,14 +120,17 @@ class Selection:
         rule: ActiveVocabulary,
         gradient: Tensor,  # [n, V] up to `scale`
         scale: Tensor | None,  # [n]
-        target: Tensor | None,  # [n] columns that are always active
+        target: Tensor | None,  # [n] columns that are always active; others than these are nobody's, or another rank's
     ) -> None:
         self._gradient, self._scale = gradient, scale
         largest, total, squares = column_extent(gradient, scale)
         self._active = _active_columns(rule, largest, squares, gradient.shape[0], gradient.dtype)
         if target is not None:
-            # A target out of range, whose log-probability is NaN, must not fail here.
-            self._active.index_fill_(0, target.clamp(0, gradient.shape[1] - 1), True)
+            # One column more, for targets that are none of the columns here.
+            vocab = gradient.shape[1]
+            named = torch.zeros(vocab + 1, dtype=torch.bool, device=target.device)
+            named.index_fill_(0, torch.where((target >= 0) & (target < vocab), target, vocab), True)
+            self._active |= named[:vocab]
         self._total = total
         self._event: torch.cuda.Event | None = None
         self.count = self._active.sum()

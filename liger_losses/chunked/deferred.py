@@ -24,7 +24,8 @@ from .parallel import VocabularyShard
 from .problem import Problem
 from .teacher import Teacher
 from .tokens import Ranges
-from .walk import State, TileWalk, WeightGradient, power_of_two_at_least
+from .walk import State, TileWalk
+from .weight_gradient import WeightGradient, power_of_two_at_least
 
 
 def describe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,17 +10,17 @@ from torch import Tensor
 
 from ..kernels import (
     BernoulliState,
+    Columns,
     DivergenceState,
     Emit,
     LogitTransform,
     RowState,
     TeacherTile,
-    add_rows,
     bernoulli_tile,
+    divergence_gradient,
     divergence_tile,
     fold_tile,
     matmul,
-    scaled_cast,
     tile_gradient,
 )
 from .active import ActiveVocabulary, Selection, TileGradient
@@ -64,98 +65,6 @@ class Coefficients:
         """Those of some of the tokens."""
         parts = (self.dlogprob, self.dentropy, self.dlse, self.dmean_logprob)
         return Coefficients(self.factor[rows], *(None if part is None else part[rows] for part in parts))
-
-
-class WeightGradient:
-    """`dW = sum over tiles of G^T (c * x)` and `db = sum of G^T c`, in fp32 until the one cast in `finish`.
-
-    fp16 has little room below: there the factor is divided by a power of two not below its largest size so far, the
-    sum is kept relative to that, and `finish` multiplies it back in fp32.
-    """
-
-    def __init__(self, shape: torch.Size, precision: Precision, *, weight: bool, bias: bool) -> None:
-        self._shape = (shape[0], shape[1])
-        self._precision = precision
-        self._want_weight, self._want_bias = weight, bias
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.unit: Tensor | None = None
-        self._tails: dict[str, list[tuple[Tensor, Tensor]]] = {"weight": [], "bias": []}
-
-    def add(
-        self,
-        gradient: TileGradient,  # G
-        hidden: Tensor,  # [n, H]
-        factor: Tensor,  # [n]
-    ) -> None:
-        if hidden.shape[0] == 0:
-            return
-        if self._precision.compute == torch.float16:
-            factor = self._relative(factor)
-        if self._want_weight:
-            scaled = scaled_cast(hidden, factor, hidden.dtype)
-            self.weight = self._accumulate("weight", self.weight, gradient, scaled, self._shape)
-        if self._want_bias:
-            column = factor.to(gradient.entries.dtype).unsqueeze(-1)
-            self.bias = self._accumulate("bias", self.bias, gradient, column, (self._shape[0], 1))
-
-    def _accumulate(
-        self, name: str, total: Tensor | None, gradient: TileGradient, right: Tensor, shape: tuple[int, int]
-    ) -> Tensor:
-        wide, device = self._precision.statistics, right.device
-        if gradient.columns is None:
-            if total is None:
-                # The first product writes the sum: nothing to zero, nothing to read.
-                empty = torch.empty(shape, dtype=wide, device=device)
-                return matmul(gradient.entries.t(), right, out=empty)
-            return matmul(gradient.entries.t(), right, out=total, accumulate=True)
-        if total is None:
-            total = torch.zeros(shape, dtype=wide, device=device)
-        for ids, entries, tail in gradient.panels():
-            part = torch.empty(entries.shape[1], shape[1], dtype=wide, device=device)
-            add_rows(total, ids, matmul(entries.t(), right, out=part))
-            if tail is not None:
-                assert gradient.profile is not None
-                self._tails[name].append((gradient.profile, part[tail].clone()))
-        return total
-
-    def _with_tails(self, name: str, total: Tensor | None) -> Tensor | None:
-        """The tails' parts are of rank one each: all tiles' in one visit to the sum."""
-        if total is not None and self._tails[name]:
-            profiles, sums = (torch.stack(parts) for parts in zip(*self._tails[name], strict=True))
-            total.addmm_(profiles.t(), sums)
-            self._tails[name].clear()
-        return total
-
-    def _relative(self, factor: Tensor) -> Tensor:
-        unit = power_of_two_at_least(factor)
-        if self.unit is not None:
-            unit = torch.maximum(unit, self.unit)
-            for total in (self.weight, self.bias):
-                if total is not None:
-                    total.mul_(self.unit / unit)
-            for tails in self._tails.values():
-                for _, part in tails:
-                    part.mul_(self.unit / unit)
-        self.unit = unit
-        return factor / unit
-
-    def tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Weight sum, bias sum and unit, with zeros where no tile contributed."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=self._precision.statistics, device=device)
-
-        weight, bias = self._with_tails("weight", self.weight), self._with_tails("bias", self.bias)
-        weight = zeros(*self._shape) if weight is None and self._want_weight else weight
-        bias = zeros(self._shape[0], 1) if bias is None and self._want_bias else bias
-        return weight, bias, self.unit
-
-
-def power_of_two_at_least(values: Tensor) -> Tensor:
-    """Scalar tensor `2^k >= max |values|`; 1 where all are zero, NaN or infinite where `values` are."""
-    largest = values.abs().amax()
-    return torch.where(largest == 0, torch.ones_like(largest), torch.exp2(torch.ceil(torch.log2(largest))))
 
 
 State = RowState | BernoulliState | DivergenceState
@@ -280,13 +189,54 @@ class TileWalk:
         gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
     ) -> None:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
+        for rows, piece, logits in self._projected(tile):
+            part = state.narrow(rows.start, rows.stop - rows.start)
+            self._fold_and_merge(logits, piece, part, emit, None if gradient is None else gradient[rows])
+
+    def _projected(self, tile: TokenTile) -> Iterator[tuple[slice, TokenTile, Tensor]]:
         ahead, self._ahead = self._ahead is tile, None
         for rows, piece in tile.slices(self.plan.logit_rows):
             logits = self._logits_buffer(rows.stop - rows.start)
             if rows.start or not ahead:
                 matmul(piece.hidden, self.weight.t(), out=logits)
-            part = state.narrow(rows.start, rows.stop - rows.start)
-            self._fold_and_merge(logits, piece, part, emit, None if gradient is None else gradient[rows])
+            yield rows, piece, logits
+
+    def project_again(
+        self,
+        tile: TokenTile,
+        numbers: Tensor,  # [1, n], or [5, n] with a teacher: the state's `lse`, of all columns
+        emit: Emit,
+        gradient: Tensor,  # [n, V], written
+    ) -> None:
+        """What `project` wrote to `gradient`, once more.
+
+        A vocabulary's ranks may differ in which tiles they come back to, each having kept others: so that none waits
+        here for the others, `G` is formed from what is known of its rows.
+        """
+        if self.shard is None or emit != Emit.GRADIENT:
+            self.project(tile, self.state(len(tile.hidden), ()), emit, gradient)
+            return
+        for rows, piece, logits in self._projected(tile):
+            self._write_gradient(logits, piece, numbers[:, rows], gradient[rows])
+
+    def _write_gradient(self, logits: Tensor, tile: TokenTile, numbers: Tensor, out: Tensor) -> None:
+        """`G` of this rank's columns."""
+        first, ones = self.first_column, torch.ones_like(numbers[0])
+        if tile.positives is not None:
+            bernoulli_tile(logits, self.bias, tile.positives, tile.transform, out=out, first_column=first)
+        elif self.teacher is not None:
+            state = DivergenceState.of_kept(numbers, self.teacher.divergence)
+            columns = Columns(self.vocab_size, self.vocab_size)
+            divergence_gradient(
+                logits, self.bias, tile.target, self.teacher_rows(tile.ranges), state, tile.transform, columns,
+                factor=ones, out=out, first_column=first,
+            )  # fmt: skip
+        else:
+            (lse,) = numbers
+            tile_gradient(
+                logits, self.bias, tile.target, lse=lse, logprob=lse, entropy=None, dlogprob=ones, dentropy=None,
+                dlse=None, transform=tile.transform, out=out, first_column=first,
+            )  # fmt: skip
 
     def _fold_and_merge(
         self, logits: Tensor, tile: TokenTile, state: State, emit: Emit, gradient: Tensor | None
@@ -300,13 +250,7 @@ class TileWalk:
         merge(self.shard, state, tile.target)
         if late:
             assert gradient is not None
-            assert isinstance(state, RowState)
-            tile_gradient(
-                logits, self.bias, tile.target, lse=state.lse,
-                logprob=(state.target - state.max) - torch.log(state.sum_exp), entropy=None,
-                dlogprob=torch.ones_like(state.max), dentropy=None, dlse=None, transform=tile.transform, out=gradient,
-                first_column=self.first_column,
-            )  # fmt: skip
+            self._write_gradient(logits, tile, state.lse.unsqueeze(0), gradient)
             state.gradient_scale.fill_(1)
 
     def merge(self, state: State) -> None:
@@ -420,7 +364,8 @@ class TileWalk:
         if self.active is None or entries.shape[0] == 0:
             return TileGradient(entries)
         labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
-        selection = Selection(self.active, entries, scale, tile.target if labelled else None)
+        own = tile.target - self.first_column if labelled else None
+        selection = Selection(self.active, entries, scale, own)
         if following is not None:
             self.project_ahead(following)
         return selection.gradient()

@@ -21,6 +21,7 @@ from liger_losses.chunked import (
     linear_divergence,
     plan,
     walk,
+    weight_gradient,
 )
 from liger_losses.kernels import tile_statistics
 from liger_losses.losses import DIVERGENCES
@@ -332,7 +333,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         seen.append((a.shape[0], a.shape[1], b.shape[1]))
         return original(a, b, **options)
 
-    for module in (walk, deferred):
+    for module in (walk, weight_gradient, deferred):
         monkeypatch.setattr(module, "matmul", counted)
     return seen
 

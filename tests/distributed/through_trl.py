@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer under FSDP2: one step equals that of one process with every pair; bf16 does not reach an answer."""
+"""What is made fused of TRL's, transformers' and PEFT's, over two ranks: one step equals that of one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from .harness import DOUBLE, WORLD, check, close, whole
+from .harness import DOUBLE, WORLD, H, V, check, close, mesh_of, tokens, whole
 
 CPU = torch.device("cpu")
 
@@ -67,3 +68,42 @@ def an_answer_is_not_rounded_by_fsdp2() -> None:
         answers.append(({name: answer[name] for name in ("loss", "log_probs", "entropy")}, gradients))
     for one, other in zip(*answers, strict=True):
         assert all(other[name].dtype == value.dtype and other[name].equal(value) for name, value in one.items())
+
+
+@check
+def adapters_on_a_spread_head() -> None:
+    """LoRA and DoRA: A on every rank, B and the magnitudes in rows as the weight is."""
+    import peft
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from liger_losses import linear_logprobs
+    from liger_losses.integrations._adapters import widen
+
+    hidden, _weight, _bias, target = tokens()
+    mesh = mesh_of()
+    for options in ({"use_dora": True}, {"lora_bias": True}):
+        found = []
+        for spread in (False, True):
+            torch.manual_seed(1)
+            adapter = peft.LoraConfig(r=3, target_modules=["head"], init_lora_weights=False, **options)
+            model: Any = peft.get_peft_model(nn.ModuleDict({"head": nn.Linear(H, V, dtype=DOUBLE)}), adapter).double()
+            layer = model.base_model.model["head"]
+            inputs = hidden.clone().requires_grad_()
+            if spread:
+                parallelize_module(layer.base_layer, mesh, ColwiseParallel())
+                try:
+                    widen(layer, inputs, layer.base_layer.weight, layer.base_layer.bias)
+                except ValueError as error:
+                    assert "lora_B: got a tensor that is no DTensor beside a vocabulary-parallel weight" in str(error)
+                else:
+                    raise AssertionError("accepted")
+                parallelize_module(layer.lora_B["default"], mesh, ColwiseParallel())
+                for part in layer.lora_magnitude_vector.values():
+                    part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh, [Shard(0)]))
+            x, w, b = widen(layer, inputs, layer.base_layer.weight, layer.base_layer.bias)
+            linear_logprobs(x, w, target, b).square().sum().backward()
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+            found.append({**gradients, "hidden": inputs.grad})
+        assert len(found[0]) >= 4
+        for name, expected in found[0].items():
+            close(found[1][name], expected)
