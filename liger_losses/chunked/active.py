@@ -15,7 +15,8 @@ token differs from that of the others. (Left out altogether, the tail of many sm
 points in one direction, that of the mean row of the weight.) Values are never touched.
 
 How many columns that makes, the device knows: the count travels to the host while the next tile's projection runs, so
-that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow.
+that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow. Once a tile of
+a call turned out to have too many, the call's other tiles are multiplied whole without being weighed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels import column_extent, gather_columns, gather_rows, matmul, tail_sums, weighted_sum
+from ..kernels import column_extent, gather_columns, gather_rows, matmul, tail_sums, weighted_sum, wide_dtype
 from ..kernels.tile_statistics import row_slices
 
 # Above this share of the vocabulary a tile is multiplied whole. On an H200 moving columns costs what it saves at 0.68.
@@ -193,7 +194,7 @@ class ActiveVocabularyReport:
     """
 
     tiles: int = 0
-    whole_tiles: int = 0  # multiplied whole: too many of their columns are active
+    whole_tiles: int = 0  # multiplied whole: too many of their columns are active, or were in an earlier tile
     _rows: list[int] = field(default_factory=list)
     _shares: list[Tensor] = field(default_factory=list)
     _dropped: list[Tensor] = field(default_factory=list)
@@ -205,13 +206,18 @@ class ActiveVocabularyReport:
         self._shares.append(count / vocab)
         self._dropped.append(dropped)
 
+    def _add_unweighed(self, entries: Tensor) -> None:
+        self.tiles += 1
+        self.whole_tiles += 1
+        self._dropped.append(torch.zeros(len(entries), dtype=wide_dtype(entries.dtype), device=entries.device))
+
     def _check(self) -> None:
         if not self.tiles:
             raise RuntimeError("nothing was recorded: no gradient was formed with active_vocab inside the block")
 
     @property
     def share(self) -> Tensor:
-        """Mean over tokens of their tile's share of active columns (also of tiles that were multiplied whole)."""
+        """Mean over tokens of their tile's share of active columns: of the tiles that were weighed, whole ones too."""
         self._check()
         parts = [share * rows for share, rows in zip(self._shares, self._rows, strict=True)]
         return torch.stack(parts).sum() / sum(self._rows)
@@ -231,6 +237,14 @@ class ActiveVocabularyReport:
     def dropped_max(self) -> Tensor:
         """Largest of `dropped`."""
         return self.dropped.max()
+
+
+def unweighed(entries: Tensor) -> TileGradient:
+    """A tile that is multiplied whole because an earlier one was."""
+    report = _recording.get()
+    if report is not None:
+        report._add_unweighed(entries)
+    return TileGradient(entries)
 
 
 _recording: contextvars.ContextVar[ActiveVocabularyReport | None] = contextvars.ContextVar("recording", default=None)

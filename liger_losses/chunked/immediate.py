@@ -191,19 +191,23 @@ def _group(
     state = walk.state(group.count, tiles.names)
     buffer = walk.buffer(max(sizes), walk.precision.compute)
     emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
-    done, room = 0, walk.plan.cache_bytes
+    done, room, late = 0, walk.plan.cache_bytes, None
     parts: list[tuple[Ranges, slice, State, TileGradient | None]] = []
     for piece, size, after in zip(pieces, sizes, [*pieces[1:], None], strict=True):
         part, tile, gradient = state.narrow(done, size), walk.tile(piece), None
         walk.project(tile, part, emit, buffer[:size])
         if tiles.only_logprob:
             again = after is None and any(earlier is None for *_, earlier in parts)
-            gradient = walk.gradient(
+            weighed = walk.weigh(
                 buffer[:size], tile, part.gradient_scale, None if again else following if after is None else after
             )
-            if kept is not None:
-                walk.hidden_product(gradient, kept, piece)
-            if after is not None:
+            if after is None and walk.choosing:
+                late = weighed
+            else:
+                gradient = weighed()
+                if kept is not None:
+                    walk.hidden_product(gradient, kept, piece)
+            if after is not None and gradient is not None:
                 gradient = gradient.kept(room)
                 room -= 0 if gradient is None else gradient.entries.nbytes
         parts.append((piece, slice(done, done + size), part, gradient))
@@ -212,6 +216,12 @@ def _group(
     coefficients = tiles.evaluate(group, walk.statistics(state))
     if tiles.only_logprob:
         coefficients = Coefficients(coefficients.factor * state.gradient_scale)
+    if late is not None:
+        # While the host evaluated the loss, the device counted the columns and went on to the next tile.
+        (piece, rows, part, _), gradient = parts.pop(), late()
+        parts.append((piece, rows, part, gradient))
+        if kept is not None:
+            walk.hidden_product(gradient, kept, piece)
     befores = [part[0] for part in parts[:-1]]
     for (piece, rows, part, gradient), before in zip(reversed(parts), [*reversed(befores), following], strict=True):
         entries, tile = buffer[: rows.stop - rows.start], walk.tile(piece)

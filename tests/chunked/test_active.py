@@ -282,6 +282,39 @@ def test_logits_without_peaks_are_multiplied_whole() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+@pytest.mark.parametrize("flat", ["all", "second half"])
+def test_once_flat_the_following_tiles_are_not_weighed(
+    strategy: str, flat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = peaked(4, 400, dtype=F32)
+    with torch.no_grad():
+        case.hidden[2 if flat == "second half" else 0 :].mul_(0.02)
+    if strategy == "frozen":
+        case.weight.requires_grad_(False)
+    weighed: list[int] = []
+    rule = active._active_columns
+    monkeypatch.setattr(active, "_active_columns", lambda *a: weighed.append(1) or rule(*a))
+
+    def call(budget: int) -> Any:
+        return fused_linear_loss(
+            ToyLoss("token"), *case.head, strategy=strategy, active_vocab=1e-5, memory_budget=budget
+        )[0]
+
+    with record_active_vocabulary() as report:
+        got = gradients(call(least_budget(call)), case)
+    assert report.tiles > 6
+    chosen = len(weighed)
+    assert report.whole_tiles == report.tiles - chosen + 1
+    assert chosen == 1 if flat == "all" else 1 < chosen < report.tiles
+    assert len(report.dropped) == int((case.target != IGNORE).sum())
+    assert (report.dropped_max == 0) == (flat == "all")
+    assert 0.1 < report.share <= 1
+    exact = gradients(fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy)[0], case)
+    for one, other in zip(got, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+
+
 def test_a_gradient_of_zero_and_one_that_is_no_number() -> None:
     case = peaked(dtype=F32)
     loss = linear_logprobs(*case.head, active_vocab="auto")
