@@ -62,7 +62,7 @@ def crossover(head: Head, rows: int, device: torch.device, repeats: int) -> list
     from liger_losses.chunked import active
     from liger_losses.chunked.active import ActiveVocabulary, Selection, TileGradient
     from liger_losses.chunked.head import Precision
-    from liger_losses.chunked.walk import WeightGradient
+    from liger_losses.chunked.weight_gradient import WeightGradient
 
     kind = torch.bfloat16
     gradient = torch.rand(rows, head.vocab, device=device).to(kind)

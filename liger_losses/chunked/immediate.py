@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation, scaled_cast
 from .active import TileGradient
-from .deferred import finish_weight_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
-from .walk import Coefficients, State, TileWalk, WeightGradient
+from .walk import Coefficients, State, TileWalk
+from .weight_gradient import WeightGradient, WeightSums, finish_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ImmediateFunction(torch.autograd.Function):
             return None, None, None, None
         kept, factor, *totals = ctx.saved_tensors
         hidden = scaled_cast(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
-        weight, bias = finish_weight_gradient(tuple(totals), upstream, ctx.dtypes)
+        weight, bias = finish_weight_gradient(WeightSums(*totals), upstream, ctx.dtypes)
         return hidden if ctx.shard is None else ctx.shard.finish_hidden(hidden), weight, bias, None
 
 

@@ -17,6 +17,7 @@ from .registration import as_remembered, differentiable_once, remember_implement
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
+from .tailed_cast import tailed_cast
 from .tails import tail_sums, weighted_sum
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
@@ -63,6 +64,7 @@ __all__ = [
     "rotary",
     "scaled_cast",
     "tail_sums",
+    "tailed_cast",
     "tile_gradient",
     "visit_bytes",
     "weighted_sum",

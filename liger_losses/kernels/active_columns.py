@@ -6,6 +6,7 @@ written as 0, and not read.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .dispatch import use_triton
@@ -49,15 +50,21 @@ def gather_rows(
 
 def add_rows(
     total: Tensor,  # [V, H], updated
-    ids: Tensor,  # [A] int64
+    written: Tensor | None,  # [V] bool, updated: rows of `total` that hold something; None: all do
+    ids: Tensor,  # [A]
     part: Tensor,  # [C, H], C >= A
 ) -> Tensor:
-    """`total[ids[i]] += part[i]`."""
+    """`total[ids[i]] += part[i]`, or `=` in rows that hold nothing yet."""
     if len(ids) == 0 or part.numel() == 0:
         return total
     if use_triton(total):
         from .active_columns_triton import add_rows_triton
 
-        add_rows_triton(total, ids, part)
+        add_rows_triton(total, written, ids, part)
         return total
-    return total.index_add_(0, ids, part[: len(ids)])
+    part = part[: len(ids)]
+    if written is None:
+        return total.index_add_(0, ids, part)
+    held = written.index_select(0, ids).unsqueeze(-1)
+    written.index_fill_(0, ids, True)
+    return total.index_copy_(0, ids, part + torch.where(held, total.index_select(0, ids), 0))

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows_triton import aligned_size, eight_aligned
+from .launch_triton import launch
+from .rows_triton import aligned_size, eight_aligned, power_of_2
 
 _COLUMNS, _ROWS = 1024, 8
 _BLOCK = 2048
@@ -63,26 +64,34 @@ def gather_rows_triton(weight: Tensor, ids: Tensor, out: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride", "part_stride", "width"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(do_not_specialize=["stride", "part_stride", "width"])
 def _add_rows_kernel(
-    total_ptr, stride, ids_ptr, part_ptr, part_stride, width, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
+    total_ptr, written_ptr, ids_ptr, part_ptr, stride, part_stride, width,
+    WRITTEN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     width = aligned_size(width, ALIGNED)
     stride = aligned_size(stride, ALIGNED)
     part_stride = aligned_size(part_stride, ALIGNED)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < width
-    sums = total_ptr + tl.load(ids_ptr + row) * stride + offsets
-    values = tl.load(part_ptr + row * part_stride + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(sums, tl.load(sums, mask=mask, other=0.0) + values, mask=mask)
+    target = tl.load(ids_ptr + row).to(tl.int64)
+    n_held = width
+    if WRITTEN:
+        n_held = aligned_size(tl.where(tl.load(written_ptr + target) == 0, 0, width), ALIGNED)
+    for first in range(0, width, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < width
+        sums = total_ptr + target * stride + offsets
+        values = tl.load(part_ptr + row * part_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(sums, tl.load(sums, mask=offsets < n_held, other=0.0) + values, mask=mask)
+    if WRITTEN:
+        tl.debug_barrier()  # all have read it
+        tl.store(written_ptr + target, 1)
 
 
-def add_rows_triton(total: Tensor, ids: Tensor, part: Tensor) -> None:
+def add_rows_triton(total: Tensor, written: Tensor | None, ids: Tensor, part: Tensor) -> None:
     width = total.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    with torch.cuda.device_of(total):
-        _add_rows_kernel[(len(ids), triton.cdiv(width, block))](
-            total, total.stride(0), ids, part, part.stride(0), width,
-            ALIGNED=eight_aligned(width, total, part), BLOCK=block, num_warps=4,
-        )  # fmt: skip
+    mask = ids if written is None else written.view(torch.int8)
+    launch(
+        _add_rows_kernel, len(ids), (total, mask, ids, part, total.stride(0), part.stride(0), width), 4,
+        WRITTEN=written is not None, ALIGNED=eight_aligned(width, total, part), BLOCK=min(_BLOCK, power_of_2(width)),
+    )  # fmt: skip

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_losses.kernels import add_rows, column_extent, gather_columns, gather_rows, tail_sums, weighted_sum
+from liger_losses.kernels import (
+    add_rows,
+    column_extent,
+    gather_columns,
+    gather_rows,
+    tail_sums,
+    tailed_cast,
+    weighted_sum,
+)
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -72,15 +80,27 @@ def test_gathered_rows_and_their_inverse(device: str, active: int, capacity: int
     expected[ids] += out[:active].float()
     part = out.float()
     part[active:] = float("nan")
-    add_rows(total, ids, part)
-    assert torch.equal(total, expected)
+    holding = total.clone()
+    add_rows(holding, None, ids, part)
+    assert torch.equal(holding, expected)
+
+    # Rows that hold nothing yet are not read.
+    written = torch.arange(31, device=device) % 2 == 0
+    expected[ids] = out[:active].float() + torch.where(written[ids].unsqueeze(-1), total[ids], 0)
+    total[~written] = expected[~written] = float("nan")
+    expected[ids] = torch.where(written[ids].unsqueeze(-1), expected[ids], out[:active].float())
+    holds = written.clone()
+    holds[ids] = True
+    add_rows(total, written, ids, part)
+    torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(written, holds)
 
 
 def test_nothing_to_move(device: str) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     assert gather_columns(torch.ones(2, 3, device=device), none, torch.empty(2, 0, device=device)).shape == (2, 0)
     assert gather_rows(torch.ones(2, 3, device=device), none, torch.empty(0, 3, device=device)).shape == (0, 3)
-    assert add_rows(torch.ones(2, 3, device=device), none, torch.empty(0, 3, device=device)).sum() == 6
+    assert add_rows(torch.ones(2, 3, device=device), None, none, torch.empty(0, 3, device=device)).sum() == 6
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -95,3 +115,33 @@ def test_tails(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert mean.dtype == F32
     torch.testing.assert_close(mean.double(), weights.double() @ tile.double(), rtol=1e-5, atol=1e-4)
     assert torch.equal(mean, weighted_sum(tile, weights))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("rows", "width", "tails"), [(5, 9, 1), (19, 520, 3), (8, 1024, 20)])
+@pytest.mark.parametrize("some", [False, True])
+def test_tailed_cast(device: str, rows: int, width: int, tails: int, some: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    total, profiles, sums = (
+        torch.randn(size, generator=generator).to(device) for size in ((rows, width), (tails, rows), (tails, width))
+    )
+    factor = torch.tensor(2.0**-24, device=device)
+    written = torch.arange(rows, device=device) % 3 == 1 if some else None
+    held = total.double()
+    if written is not None:
+        total[~written], held[~written] = float("nan"), 0
+    copies = [t.clone() for t in (total, profiles, sums)]
+    got = tailed_cast(total, written, profiles, sums, factor, dtype)
+    exact = (held + profiles.double().t() @ sums.double()) * 2.0**-24
+    assert got.dtype == dtype
+    # The interpreter truncates to bf16.
+    spacing = max(torch.finfo(dtype).eps * torch.finfo(dtype).tiny, 1e-5 * 2.0**-24)
+    assert ((got.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + spacing).all()
+    for one, copy in zip((total, profiles, sums), copies, strict=True):
+        torch.testing.assert_close(one, copy, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tailed_cast_in_fp64() -> None:
+    total, profiles, sums = (torch.randn(size, dtype=F64) for size in ((7, 4), (2, 7), (2, 4)))
+    expected = (total + profiles.t() @ sums) * 3
+    torch.testing.assert_close(tailed_cast(total, None, profiles, sums, torch.tensor(3.0, dtype=F64), F64), expected)

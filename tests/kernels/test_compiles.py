@@ -40,6 +40,7 @@ from liger_losses.kernels import (  # noqa: E402
     divergence_tile_triton,
     rows_triton,
     scaled_cast_triton,
+    tailed_cast_triton,
     tails_triton,
     tile_gradient_triton,
     tile_statistics_triton,
@@ -311,10 +312,20 @@ def test_active_vocabulary_kernels(
     tails_triton.tail_sums_triton(tile, torch.zeros(COLUMNS, dtype=torch.bool))
     active_columns_triton.gather_columns_triton(tile, ids, torch.zeros(ROWS, 8, dtype=kind))
     active_columns_triton.gather_rows_triton(weight, ids, out)
-    active_columns_triton.add_rows_triton(sums, ids, part)
+    active_columns_triton.add_rows_triton(sums, torch.zeros(9, dtype=torch.bool) if aligned else None, ids, part)
     tails_triton.weighted_sum_triton(weight, torch.zeros(9))
     for launch in (extent, tails, mean, columns, gathered, added):
         assert launch.assembly
         assert not launch.atomics()  # the same bits twice
         assert not aligned or launch is columns or launch.vector("ld") == 16
     assert not aligned or gathered.vector("st") == added.vector("st") == 16
+
+
+@pytest.mark.parametrize(("dtype", "some"), [(BF16, True), (F16, True), (F32, False)], ids=str)
+def test_tailed_cast_kernel(compiler: Callable[[Any, str], Launch], dtype: torch.dtype, some: bool) -> None:
+    launch = compiler(tailed_cast_triton, "_tailed_cast_kernel")
+    total, profiles, sums = (torch.zeros(size) for size in ((ROWS, 1024), (3, ROWS), (3, 1024)))
+    written = torch.zeros(ROWS, dtype=torch.bool) if some else None
+    tailed_cast_triton.tailed_cast_triton(total, written, profiles, sums, VECTOR[0], total.to(dtype))
+    assert launch.vector("ld") == 16
+    assert launch.vector("st") == 16
