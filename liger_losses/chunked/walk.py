@@ -21,7 +21,7 @@ from ..kernels import (
     matmul,
     tile_gradient,
 )
-from .active import ActiveVocabulary, Selection, TileGradient, unweighed
+from .active import ActiveVocabulary, HostCount, Selection, TileGradient, unweighed
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
 from .parallel import VocabularyShard, merge, visit_divergence
@@ -118,6 +118,7 @@ class TileWalk:
         self.precision = precision
         self.plan = plan
         self.active = active
+        self._count = HostCount()  # of a tile's active columns
         self._flat = False  # a tile had too many active columns: those that follow will have, too
         self._ahead: TokenTile | None = None  # whose first logits are in the buffer already
         self._teacher_ahead: tuple[Ranges, TeacherTile] | None = None
@@ -342,7 +343,7 @@ class TileWalk:
         if self._flat:
             return lambda: unweighed(entries)
         labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
-        selection = Selection(self.active, entries, scale, tile.target if labelled else None)
+        selection = Selection(self.active, entries, scale, tile.target if labelled else None, self._count)
         if following is not None:
             self.project_ahead(following)
 

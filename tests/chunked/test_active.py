@@ -21,6 +21,7 @@ from liger_losses import (
 )
 from liger_losses.chunked import active
 from liger_losses.chunked.active import DROPPED
+from liger_losses.kernels import column_choice, gather_columns
 
 from ..oracle import (
     IGNORE,
@@ -215,7 +216,11 @@ def test_the_tail_is_worth_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
     true = gradients(linear_logprobs(*case.head).sum(), case)
     with record_active_vocabulary() as report:
         got = gradients(linear_logprobs(*case.head, active_vocab=2**-10).sum(), case)
-    monkeypatch.setattr(active, "tail_sums", lambda gradient, chosen: gradient.new_zeros(len(gradient)))
+
+    def without_tail(tile: Tensor, ids: Tensor, row_sums: Tensor, out: Tensor) -> None:
+        gather_columns(tile, ids, row_sums, out)[:, len(ids)] = 0
+
+    monkeypatch.setattr(active, "gather_columns", without_tail)
     left_out = gradients(linear_logprobs(*case.head, active_vocab=2**-10).sum(), case)
     assert report.share < 0.4
     for (one, other, exact), times in zip(zip(got, left_out, true, strict=True), (5, 1.1), strict=True):
@@ -237,8 +242,14 @@ def test_auto_leaves_out_less_than_rounding_does(dtype: torch.dtype, monkeypatch
     monkeypatch.setattr(active, "CROSSOVER", 0.9)
     case = peaked(dtype=dtype)
     seen = []
-    choose = active._active_columns
-    monkeypatch.setattr(active, "_active_columns", lambda *a: seen.append(choose(*a)) or seen[-1])
+    choose = active.choose_columns
+
+    def seeing(*args: Any, **options: Any) -> Any:
+        found = choose(*args, **options)
+        seen.append(found.active)
+        return found
+
+    monkeypatch.setattr(active, "choose_columns", seeing)
     with record_active_vocabulary() as report:
         linear_logprobs(*case.head, active_vocab="auto")
     scored = case.target != IGNORE
@@ -293,8 +304,8 @@ def test_once_flat_the_following_tiles_are_not_weighed(
     if strategy == "frozen":
         case.weight.requires_grad_(False)
     weighed: list[int] = []
-    rule = active._active_columns
-    monkeypatch.setattr(active, "_active_columns", lambda *a: weighed.append(1) or rule(*a))
+    rule = column_choice.active_columns
+    monkeypatch.setattr(column_choice, "active_columns", lambda *a: weighed.append(1) or rule(*a))
 
     def call(budget: int) -> Any:
         return fused_linear_loss(
@@ -504,10 +515,10 @@ def test_the_plan_is_kept(strategy: str, share: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", 1 << 16)
     chosen = {"most": 0.39, "all": 1.0}[share]
 
-    def choose(rule: Any, largest: Tensor, *rest: Any) -> Tensor:
+    def choose(eps: Any, share: Any, largest: Tensor, *rest: Any) -> Tensor:
         return torch.arange(len(largest)) < chosen * len(largest)
 
-    monkeypatch.setattr(active, "_active_columns", choose)
+    monkeypatch.setattr(column_choice, "active_columns", choose)
     trainable = ("hidden",) if strategy == "frozen" else ("hidden", "weight")
     case = make_case(2, 400, 64, 8192, F32, bias=False, trainable=trainable)
     with torch.no_grad():

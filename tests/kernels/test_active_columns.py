@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from liger_losses.kernels import (
+    ColumnExtent,
     add_rows,
+    choose_columns,
     column_extent,
     gather_columns,
     gather_rows,
-    tail_sums,
     tailed_cast,
     weighted_sum,
 )
+
+from .conftest import INTERPRETED
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -26,31 +29,99 @@ def padded(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int =
     return buffer[:, :columns]
 
 
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, for the interpreter, which takes its time for each."""
+    if INTERPRETED:
+        from liger_losses.kernels import column_extent_triton
+
+        monkeypatch.setattr(column_extent_triton, "_RUN", 4)
+
+
+@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("shape", [(3, 5), (17, 259), (600, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (17, 259), (300, 33)], ids=str)
 def test_extent(device: str, shape: tuple[int, int], dtype: torch.dtype, scaled: bool) -> None:
     tile = padded(*shape, dtype, device)
     scale = torch.linspace(-2, 3, shape[0], device=device) if scaled else None
-    largest, total, squares = column_extent(tile, scale)
+    found = column_extent(tile, scale)
+    largest, total, squares, row_sums = found
     size = tile.double().abs() * (1 if scale is None else scale.double().abs().unsqueeze(-1))
-    assert largest.dtype == total.dtype == squares.dtype == F32
+    assert {values.dtype for values in found} == {F32}
     torch.testing.assert_close(largest.double(), size.amax(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(total.double(), size.sum(0), rtol=1e-5, atol=0)
     torch.testing.assert_close(squares.double(), (size * size).sum(0), rtol=1e-5, atol=0)
-    assert all(map(torch.equal, (largest, total, squares), column_extent(tile, scale)))
+    torch.testing.assert_close(row_sums.double(), tile.double().sum(1), rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, found, column_extent(tile, scale)))
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_a_column_with_nan_has_a_nan_sum(device: str) -> None:
     tile = padded(9, 12, F32, device)
     tile[4, 7] = float("nan")
-    for sums in column_extent(tile, None)[1:]:
+    for sums in column_extent(tile, None)[1:3]:
         assert sums.isnan().nonzero().tolist() == [[7]]
 
 
 def test_no_rows(device: str) -> None:
-    for values in column_extent(torch.empty(0, 6, device=device), None):
-        assert values.tolist() == [0] * 6
+    *columns, row_sums = column_extent(torch.empty(0, 6, device=device), None)
+    assert all(values.tolist() == [0] * 6 for values in columns)
+    assert row_sums.shape == (0,)
+
+
+def weighed(vocab: int, device: str) -> ColumnExtent:
+    """Of 8 rows, with sizes over many octaves."""
+    generator = torch.Generator().manual_seed(7)
+    total = torch.exp2(-24 * torch.rand(vocab, generator=generator))
+    extent = total * (0.3 + 0.7 * torch.rand(vocab, generator=generator)), total, total * total / 3, torch.zeros(8)
+    return ColumnExtent(*(values.to(device) for values in extent))
+
+
+@pytest.mark.parametrize("targets", [None, [], [3, 3, 7, -100, 1 << 40]], ids=str)
+@pytest.mark.parametrize(
+    ("eps", "share"), [(None, 2.0**-10), (None, 2.0**-3), (2.0**-12, 1.0), (0.0, 1.0), (0.9999, 1)]
+)
+@pytest.mark.parametrize("vocab", [9, 1500])
+def test_choice(device: str, vocab: int, eps: float | None, share: float, targets: list[int] | None) -> None:
+    extent = weighed(vocab, device)
+    largest, total, squares, _ = (values.double().cpu() for values in extent)
+    target = None if targets is None else torch.tensor(targets, dtype=torch.int64, device=device)
+    found = choose_columns(extent, target, eps=eps, share=share)
+    always = torch.zeros(vocab, dtype=torch.bool)
+    always[[t for t in targets or [] if 0 <= t < vocab]] = True
+    active = found.active.cpu()
+    count = int(found.count)
+    if eps is not None:
+        assert torch.equal(active, (largest > eps) | always)
+    else:
+        norm = squares.sum().sqrt()
+        tail = ~active
+        assert squares[tail].sum().sqrt() <= share * norm * 1.001
+        assert not tail.any() or largest[tail].max() <= 4 * share * norm / 8**0.5 * 1.001
+        # No more than needs be: half an octave more of them would weigh too much, or one of them is too large.
+        light = squares <= 2.01 * squares[tail].max() if tail.any() else squares <= 0
+        chosen = light & (largest <= 4 * share * norm / 8**0.5) & ~always
+        assert not (chosen & active).any() or squares[light].sum() >= 0.99 * share**2 * squares.sum()
+    assert active[always].all()
+    assert found.ids[:count].tolist() == active.nonzero().squeeze(-1).tolist()
+    rest = total.masked_fill(active, 0)
+    torch.testing.assert_close(found.profile.double().cpu(), rest / rest.sum().clamp_min(1e-300), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("eps", [None, 0.5])
+def test_choice_shows_what_is_no_number(device: str, eps: float | None, bad: float) -> None:
+    extent = weighed(1100, device)
+    for values in extent[:3]:
+        values[1050] = bad
+        values[:5] = 0
+    found = choose_columns(extent, torch.tensor([2], device=device), eps=eps, share=2.0**-10)
+    assert found.active[1050]
+    assert found.active[2]
+    assert not found.active[3]
+    if eps is None:
+        assert int(found.count) == 1100 - 4
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -59,9 +130,14 @@ def test_gathered_columns(device: str, rows: int, vocab: int, active: int, width
     tile = padded(rows, vocab, dtype, device)
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:active].sort().values.to(device)
     out = torch.full((rows, width), float("nan"), dtype=dtype, device=device)
-    assert gather_columns(tile, ids, out) is out
+    row_sums = tile.float().sum(1)
+    assert gather_columns(tile, ids, row_sums, out) is out
     assert torch.equal(out[:, :active], tile[:, ids])
-    assert (out[:, active:] == 0).all()
+    rest = torch.ones(vocab, dtype=torch.bool, device=device)
+    rest[ids] = False
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out[:, active].double(), tile[:, rest].double().sum(1), rtol=eps, atol=2e-5)
+    assert (out[:, active + 1 :] == 0).all()
 
 
 @pytest.mark.parametrize("width", [1, 24, 37, 2100])
@@ -71,9 +147,16 @@ def test_gathered_rows_and_their_inverse(device: str, active: int, capacity: int
     weight = torch.randn(31, width, generator=generator).to(device, BF16)
     ids = torch.randperm(31, generator=generator)[:active].to(device)
     out = torch.full((capacity, width), float("nan"), dtype=BF16, device=device)
-    gather_rows(weight, ids, out)
+    gather_rows(weight, ids, None, out)
     assert torch.equal(out[:active], weight[ids])
     assert (out[active:] == 0).all()
+    if capacity > active:
+        tail = torch.arange(width, device=device) % 128.0
+        out.fill_(float("nan"))
+        gather_rows(weight, ids, tail, out)
+        assert torch.equal(out[:active], weight[ids])
+        assert torch.equal(out[active], tail.to(BF16))
+        assert (out[active + 1 :] == 0).all()
 
     total = torch.randn(31, width, generator=generator).to(device)
     expected = total.clone()
@@ -97,19 +180,17 @@ def test_gathered_rows_and_their_inverse(device: str, active: int, capacity: int
 
 
 def test_nothing_to_move(device: str) -> None:
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    assert gather_columns(torch.ones(2, 3, device=device), none, torch.empty(2, 0, device=device)).shape == (2, 0)
-    assert gather_rows(torch.ones(2, 3, device=device), none, torch.empty(0, 3, device=device)).shape == (0, 3)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    sums, ones = torch.ones(0, device=device), torch.ones(2, 3, device=device)
+    assert gather_columns(ones[:0], none, sums, torch.empty(0, 8, device=device)).shape == (0, 8)
+    assert gather_rows(ones, none, None, torch.empty(0, 3, device=device)).shape == (0, 3)
     assert add_rows(torch.ones(2, 3, device=device), None, none, torch.empty(0, 3, device=device)).sum() == 6
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("shape", [(3, 5), (7, 259), (540, 33)], ids=str)
-def test_tails(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_weighted_sum(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     tile = padded(*shape, dtype, device)
-    active = (torch.arange(shape[1], device=device) % 3) == 1
-    expected = tile.double().masked_fill(active, 0).sum(-1)
-    torch.testing.assert_close(tail_sums(tile, active).double(), expected, rtol=1e-5, atol=1e-4)
     weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(5)).to(device)
     mean = weighted_sum(tile, weights)
     assert mean.dtype == F32
