@@ -461,6 +461,9 @@ def test_the_plan_says_so() -> None:
     assert made.workspace <= made.budget
     assert 3 < made.gemms < 4  # should all columns be active; the unit is larger than a tile
     assert plan(**large, strategy="cached", active_vocab="auto").cache_bytes > 0.1 * 12288 * 128256 * 2
+    one_tile_after_the_other = {**large, "separability": "token", "scored": [8192], "tokens": 8192}
+    flat = plan(**one_tile_after_the_other, active_vocab="auto")
+    assert (flat.strategy, flat.whole_cache) == ("cached", True)  # as without, should the logits be flat
     assert not plan(**large, active_vocab="auto", trainable_head=False, trainable_hidden=False).problem.active
     with pytest.raises(ValueError, match="active_vocab: got one for a loss that differentiates entropy or lse"):
         linear_logprobs(*make_case().head, statistics=("logprob", "entropy"), active_vocab="auto")
