@@ -12,10 +12,10 @@ from .launch_triton import launch
 from .rows_triton import aligned_size, cdiv
 from .tile_statistics_triton import aligned, readable_columns, row_start
 
-# A warp owns a block's columns of some neighbouring rows, two at a time: a row's sum crosses no warp, and stays in the
-# lane of its number in the run of rows until all of them are stored at once.
-_WARPS, _COLUMNS, _RUN = 8, 256, 32
-_RUNS = 2  # a warp's. Shorter parts of columns fill the device where there are few, and cost a read of each.
+# A warp owns a block's columns of some neighbouring rows, so that a row's sum crosses no warp. The sums of a run of rows
+# are stored at once, and its loads are on their way together.
+_WARPS, _COLUMNS, _RUN = 8, 256, 8
+_RUNS = 8  # a warp's. Shorter parts of columns fill the device where there are few, and cost a read of each.
 # Of the kernel that adds the parts up: columns of a program, and rows of those that add up the rows' sums.
 _SUM_COLUMNS, _SUM_ROWS, _SUM_PARTS = 256, 32, 64
 
@@ -52,37 +52,22 @@ def _extent_kernel(
     scale_ptr += before
     row_sums_ptr += tl.cast(block, tl.int64) * n_rows + before
     n_rows -= before
-    lanes = tl.arange(0, RUN)[None, :]
     largest = tl.zeros((WARPS, COLUMNS), tl.float32)
     total = tl.zeros((WARPS, COLUMNS), tl.float32)
     squares = tl.zeros((WARPS, COLUMNS), tl.float32)
+    number = tl.arange(0, RUN)[None, :]
     for run in range(RUNS):
-        first = (tl.arange(0, WARPS) * RUNS + run) * RUN
+        row = (tl.arange(0, WARPS) * RUNS + run) * RUN
         sums = tl.zeros((WARPS, RUN), tl.float32)
-        for i in range(0, RUN, 2):
-            one, one_sum = _entries(
-                gradient_ptr, scale_ptr, first + i, stride, n_rows, columns, readable, n_columns, HAS_SCALE, RAGGED
+        for i in tl.static_range(RUN):
+            values, each = _entries(
+                gradient_ptr, scale_ptr, row + i, stride, n_rows, columns, readable, n_columns, HAS_SCALE, RAGGED
             )
-            two, two_sum = _entries(
-                gradient_ptr,
-                scale_ptr,
-                first + (i + 1),
-                stride,
-                n_rows,
-                columns,
-                readable,
-                n_columns,
-                HAS_SCALE,
-                RAGGED,
-            )
-            largest = tl.maximum(largest, tl.maximum(tl.abs(one), tl.abs(two)))
-            total += tl.abs(one)
-            total += tl.abs(two)
-            squares += one * one
-            squares += two * two
-            sums = tl.where(lanes == i, one_sum[:, None], sums)
-            sums = tl.where(lanes == i + 1, two_sum[:, None], sums)
-        rows = first[:, None] + lanes
+            largest = tl.maximum(largest, tl.abs(values))
+            total += tl.abs(values)
+            squares += values * values
+            sums = tl.where(number == i, each[:, None], sums)
+        rows = row[:, None] + number
         tl.store(row_sums_ptr + rows, sums, mask=rows < n_rows)
     out = partial_ptr + tl.cast(part, tl.int64) * 3 * n_columns + columns
     tl.store(out, tl.max(largest, 0), mask=columns < n_columns)

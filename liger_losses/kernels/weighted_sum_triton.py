@@ -10,8 +10,8 @@ from torch import Tensor
 from .launch_triton import launch
 from .rows_triton import aligned_size, cdiv, eight_aligned, sum_partials
 
-_PART = 512
-_ROWS, _COLUMNS = 16, 256
+_PART = 256
+_ROWS, _COLUMNS = 32, 256
 
 
 @triton.jit(do_not_specialize=["stride", "n_rows", "n_columns", "part"])
