@@ -12,8 +12,8 @@ from .launch_triton import launch
 from .rows_triton import aligned_size, cdiv
 from .tile_statistics_triton import aligned, readable_columns, row_start
 
-# A warp owns a block's columns of some neighbouring rows, so that a row's sum crosses no warp. The sums of a run of rows
-# are stored at once, and its loads are on their way together.
+# A warp owns a block's columns of some neighbouring rows, so that a row's sum crosses no warp. The sums of a run of
+# rows are stored at once, and its loads are on their way together.
 _WARPS, _COLUMNS, _RUN = 8, 256, 8
 _RUNS = 8  # a warp's. Shorter parts of columns fill the device where there are few, and cost a read of each.
 # Of the kernel that adds the parts up: columns of a program, and rows of those that add up the rows' sums.

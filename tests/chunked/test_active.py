@@ -19,7 +19,7 @@ from liger_losses import (
     plan,
     record_active_vocabulary,
 )
-from liger_losses.chunked import active
+from liger_losses.chunked import active, walk
 from liger_losses.chunked.active import DROPPED
 from liger_losses.kernels import column_choice, gather_columns
 
@@ -147,6 +147,37 @@ def test_eps_0_of_a_divergence_is_exact(strategy: str, kind: str, hard: float) -
         assert torch.equal(*values)
         for one, two in zip(*(gradients(value.sum(), case) for value in values), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.usefixtures("never_whole")
+@pytest.mark.parametrize("strategy", ["immediate", "cached"])
+def test_both_heads_are_projected_ahead_and_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(3, 400, dtype=F64)
+    other = make_case(3, 400, 11, 257, dtype=F64, seed=5, trainable=())
+    options: dict[str, Any] = {
+        "teacher_hidden": other.hidden, "teacher_weight": other.weight, "strategy": strategy,
+        "divergence": Divergence(kind="jsd"),
+    }  # fmt: skip
+
+    def call(budget: int, rule: Any = 0.0) -> Tensor:
+        return fused_linear_distillation(*case.head, active_vocab=rule, memory_budget=budget, **options)[0]
+
+    exact = gradients(call(1 << 30, None), case)
+    rows: list[int] = []
+    original = walk.matmul
+
+    def counted(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+        rows.append(len(a) if b.shape == (11, 257) else 0)
+        return original(a, b, **more)
+
+    monkeypatch.setattr(walk, "matmul", counted)
+    with record_active_vocabulary() as report:
+        got = gradients(call(least_budget(call) + 1_200_000), case)
+    assert report.tiles > 2
+    # Cached, all columns are more than there is room for: they are projected again in backward.
+    assert sum(rows) == int((case.target != IGNORE).sum()) * (1 if strategy == "immediate" else 2)
+    for one, two in zip(got, exact, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
 
 
 # The rule.
