@@ -12,41 +12,49 @@ from .launch_triton import launch
 from .rows_triton import aligned_size, cdiv
 from .tile_statistics_triton import aligned, readable_columns, row_start
 
-# A warp owns a block's columns of some neighbouring rows, so that a row's sum crosses no warp. The sums of a run of
-# rows are stored at once, and its loads are on their way together.
-_WARPS, _COLUMNS, _RUN = 8, 256, 8
-_RUNS = 8  # a warp's. Shorter parts of columns fill the device where there are few, and cost a read of each.
+# A warp owns a block's columns of four neighbouring rows at a time, so that a row's sum crosses no warp. Rows are read
+# one step ahead, through shared memory: left to itself the compiler reads a row when it needs it.
+_WARPS, _COLUMNS, _STAGES = 8, 256, 2
+_RUN = tl.constexpr(4)
+_STEPS = 16  # Shorter parts of columns fill the device where there are few, and cost a read of each.
 # Of the kernel that adds the parts up: columns of a program, and rows of those that add up the rows' sums.
 _SUM_COLUMNS, _SUM_ROWS, _SUM_PARTS = 256, 32, 64
 
 
 @triton.jit
-def _entries(gradient_ptr, scale_ptr, row, stride, n_rows, columns, readable, n_columns, HAS_SCALE: tl.constexpr,
-             RAGGED: tl.constexpr):  # fmt: skip
-    inside = row < n_rows
-    mask = inside[:, None] & (columns < readable)[None, :]
-    values = tl.load(gradient_ptr + (row * stride)[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+def _load(gradient_ptr, row, stride, n_rows, columns, readable):
+    mask = (row < n_rows)[:, None] & (columns < readable)[None, :]
+    return tl.load(gradient_ptr + (row * stride)[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _fold(
+    raw, scale_ptr, row, n_rows, columns, n_columns, largest, total, squares, HAS_SCALE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    values = raw.to(tl.float32)
     if RAGGED:
         # Up to the 8-element boundary, so that the mask of the load is uniform over 16 bytes; junk is in no sum.
         values = tl.where((columns < n_columns)[None, :], values, 0.0)
-    sums = tl.sum(values, 1)
+    each = tl.sum(values, 1)
     if HAS_SCALE:
-        values *= tl.load(scale_ptr + row, mask=inside, other=0.0)[:, None]
-    return values, sums
+        values *= tl.load(scale_ptr + row, mask=row < n_rows, other=0.0)[:, None]
+    size = tl.abs(values)
+    return tl.maximum(largest, size), total + size, squares + size * size, each
 
 
 @triton.jit(do_not_specialize=["stride", "n_rows", "n_columns"])
 def _extent_kernel(
     gradient_ptr, scale_ptr, partial_ptr, row_sums_ptr, stride, n_rows, n_columns,
     HAS_SCALE: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(n_columns, COLUMNS)
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     readable = readable_columns(n_columns, ALIGNED)
     # What is left are offsets of 32 bits inside the part.
-    before = part * (WARPS * RUNS * RUN)
+    before = part * (WARPS * STEPS * _RUN)
     gradient_ptr = row_start(gradient_ptr, tl.cast(before, tl.int64), stride, ALIGNED)
     stride = aligned_size(stride, ALIGNED)
     scale_ptr += before
@@ -55,17 +63,19 @@ def _extent_kernel(
     largest = tl.zeros((WARPS, COLUMNS), tl.float32)
     total = tl.zeros((WARPS, COLUMNS), tl.float32)
     squares = tl.zeros((WARPS, COLUMNS), tl.float32)
-    number = tl.arange(0, RUN)[None, :]
-    for run in range(RUNS):
-        row = (tl.arange(0, WARPS) * RUNS + run) * RUN
-        sums = tl.zeros((WARPS, RUN), tl.float32)
-        for i in tl.static_range(RUN):
-            values, each = _entries(
-                gradient_ptr, scale_ptr, row + i, stride, n_rows, columns, readable, n_columns, HAS_SCALE, RAGGED
+    number = tl.arange(0, _RUN)[None, :]
+    for step in tl.range(0, tl.minimum(STEPS, tl.cdiv(n_rows, WARPS * _RUN)), num_stages=STAGES):
+        row = (step * WARPS + tl.arange(0, WARPS)) * _RUN
+        sums = tl.zeros((WARPS, _RUN), tl.float32)
+        raw0 = _load(gradient_ptr, row, stride, n_rows, columns, readable)
+        raw1 = _load(gradient_ptr, row + 1, stride, n_rows, columns, readable)
+        raw2 = _load(gradient_ptr, row + 2, stride, n_rows, columns, readable)
+        raw3 = _load(gradient_ptr, row + 3, stride, n_rows, columns, readable)
+        for i in tl.static_range(_RUN):
+            raw = raw0 if i == 0 else raw1 if i == 1 else raw2 if i == 2 else raw3
+            largest, total, squares, each = _fold(
+                raw, scale_ptr, row + i, n_rows, columns, n_columns, largest, total, squares, HAS_SCALE, RAGGED
             )
-            largest = tl.maximum(largest, tl.abs(values))
-            total += tl.abs(values)
-            squares += values * values
             sums = tl.where(number == i, each[:, None], sums)
         rows = row[:, None] + number
         tl.store(row_sums_ptr + rows, sums, mask=rows < n_rows)
@@ -108,7 +118,7 @@ def _extent_sum_kernel(
 
 def column_extent_triton(gradient: Tensor, scale: Tensor | None) -> ColumnExtent:
     rows, columns = gradient.shape
-    parts, blocks = cdiv(rows, _WARPS * _RUN * _RUNS), cdiv(columns, _COLUMNS)
+    parts, blocks = cdiv(rows, _WARPS * _RUN.value * _STEPS), cdiv(columns, _COLUMNS)
     partial = gradient.new_empty((parts * 3 * columns + blocks * rows,), dtype=torch.float32)
     row_partial = partial[parts * 3 * columns :]
     out = gradient.new_empty((3 * columns + rows,), dtype=torch.float32)
@@ -118,7 +128,7 @@ def column_extent_triton(gradient: Tensor, scale: Tensor | None) -> ColumnExtent
         _extent_kernel, parts * blocks,
         (gradient, partial if scale is None else scale, partial, row_partial, gradient.stride(0), rows, columns),
         _WARPS, HAS_SCALE=scale is not None, ALIGNED=is_aligned, RAGGED=is_aligned and columns % 8 != 0, WARPS=_WARPS,
-        COLUMNS=_COLUMNS, RUN=_RUN, RUNS=_RUNS,
+        COLUMNS=_COLUMNS, STEPS=_STEPS, STAGES=_STAGES,
     )  # fmt: skip
     launch(
         _extent_sum_kernel, cdiv(columns, _SUM_COLUMNS) + cdiv(rows, _SUM_ROWS),

@@ -30,15 +30,15 @@ def padded(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int =
 
 
 @pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows, for the interpreter, which takes its time for each."""
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one part of few rows."""
     if INTERPRETED:
         from liger_losses.kernels import column_extent_triton
 
-        monkeypatch.setattr(column_extent_triton, "_RUNS", 1)
+        monkeypatch.setattr(column_extent_triton, "_STEPS", 2)
 
 
-@pytest.mark.usefixtures("short_runs")
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("shape", [(3, 5), (17, 259), (300, 33)], ids=str)
@@ -56,7 +56,7 @@ def test_extent(device: str, shape: tuple[int, int], dtype: torch.dtype, scaled:
     assert all(map(torch.equal, found, column_extent(tile, scale)))
 
 
-@pytest.mark.usefixtures("short_runs")
+@pytest.mark.usefixtures("few_steps")
 def test_a_column_with_nan_has_a_nan_sum(device: str) -> None:
     tile = padded(9, 12, F32, device)
     tile[4, 7] = float("nan")
