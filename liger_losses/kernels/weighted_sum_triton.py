@@ -10,7 +10,7 @@ from torch import Tensor
 from .launch_triton import launch
 from .rows_triton import aligned_size, cdiv, eight_aligned, sum_partials
 
-_PART = 256
+_PART = 512
 _ROWS, _COLUMNS, _STAGES = 32, 256, 2  # blocks of rows are read one ahead
 
 
