@@ -1,4 +1,4 @@
-"""Two GPUs against one: a vocabulary over both, and a Llama-shaped model under FSDP2.
+"""Two GPUs against one: a vocabulary over both, a Llama-shaped model under FSDP2, and TRL's DPOTrainer on one.
 
 Every number of two ranks is held against one rank's, and beside full logits. gloo on the CPU checks the harness.
 """
@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from . import fsdp
+from . import fsdp, trainers_fsdp
 from .cases import CASES, Case, Inputs, make_inputs
 from .implementations import NAIVE
 from .measure import train
@@ -30,6 +30,7 @@ from .profiling import trace
 from .ranks import RANKS, counted, distance, largest, peak, slowest
 
 SPREAD = ("ce-8192/llama3-8b", "dpo-4x2048/llama3-8b", "jsd-4096/llama3.2-1b")
+ONE_GPU = "one-gpu.pt"
 SPREAD_TINY = ("ce-96/tiny", "dpo-2x24/tiny", "jsd-96/tiny")
 
 
@@ -138,6 +139,9 @@ def _work(rank: int, port: int, kind: str, repeats: int, out: str) -> None:
             _write(rank, reports, out)
         reports.append(fsdp.run(fsdp.Shape() if kind == "cuda" else fsdp.TINY_SHAPE, device, repeats))
         _write(rank, reports, out)
+        one_gpu = torch.load(Path(out).with_name(ONE_GPU))
+        reports.append(trainers_fsdp.sharded(one_gpu, device, repeats))
+        _write(rank, reports, out)
     finally:
         dist.destroy_process_group()
 
@@ -148,12 +152,36 @@ def _write(rank: int, reports: list[dict[str, Any]], out: str) -> None:
         print(summary(reports[-1]), flush=True)
 
 
+def _work_alone(_rank: int, kind: str, repeats: int, out: str) -> None:
+    torch.save(trainers_fsdp.alone(torch.device(kind), repeats), out)
+
+
+def _run_alone(device: torch.device, repeats: int, out: Path) -> None:
+    """In a process of its own, which no launcher and no second GPU is seen from."""
+    name, first = "CUDA_VISIBLE_DEVICES", "0"
+    before = os.environ.get(name)
+    os.environ[name] = first if before is None else before.split(",")[0]
+    try:
+        mp.spawn(_work_alone, args=(device.type, repeats, str(out)), nprocs=1, join=True)
+    except Exception as error:
+        why = f"failed on one GPU: {str(error).strip().splitlines()[-1]}"
+        report = trainers_fsdp.empty(device)
+        report["rows"].append({"implementation": "fuse_trainer", "status": why})
+        torch.save(report, out)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def run(device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """The reports of every case; those that were done, where the ranks ended early."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port, out = free.getsockname()[1], Path(folder, "reports.json")
         free.close()
+        _run_alone(device, repeats, out.with_name(ONE_GPU))
         try:
             mp.spawn(_work, args=(port, device.type, repeats, str(out)), nprocs=RANKS, join=True)
         except Exception as error:
@@ -164,11 +192,11 @@ def run(device: torch.device, repeats: int) -> list[dict[str, Any]]:
 
 
 def failed(report: dict[str, Any]) -> list[str]:
-    """What did not pass, full logits apart."""
+    """What did not pass, others' heads apart."""
     return [
         f"{report['case']}: {row['implementation']}: {row['status']}"
         for row in report["rows"]
-        if row.get("status", "ok") != "ok" and not row["implementation"].startswith("full logits")
+        if row.get("status", "ok") != "ok" and not row["implementation"].startswith(("full logits", "TRL"))
     ]
 
 
@@ -176,6 +204,8 @@ def summary(report: dict[str, Any]) -> str:
     lines = [f"\n{report['title']}"]
     for row in report["rows"]:
         cells = [f"{row['implementation']:<34}", f"{row['ms']:9.2f} ms" if "ms" in row else f"{'-':>12}"]
+        if "tokens_per_second" in row:
+            cells.append(f"{row['tokens_per_second']:10,.0f} tokens/s")
         if row.get("peak_bytes") is not None:
             cells.append(f"{row['peak_bytes'] / 2**20:10,.0f} MiB peak a rank")
         if "efficiency" in row:
@@ -194,12 +224,16 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-COLUMNS = ("implementation", "ranks", "ms", "efficiency", "peak MiB a rank", "errors against one GPU")
+COLUMNS = ("implementation", "ranks", "ms", "tokens/s", "efficiency", "peak MiB a rank", "errors")
 HEADER = (f"| {' | '.join(COLUMNS)} |", "|---" + "|--:" * (len(COLUMNS) - 2) + "|---|")
 LEGEND = """\
 bf16, forward and backward, on two GPUs of one host (NCCL). Times are medians of {repeats} repeats, the slowest rank's;
 *efficiency* is the time of one GPU for all the work over twice that of two. *peak* is what a step adds to what was
-allocated before it, its gradients included.
+allocated before it, its gradients included; errors are against one GPU.
+
+Through TRL the trainer's own `training_step` is timed, without the optimiser's, models sharded by accelerate from
+arguments of TRL's; *peak* is all memory allocated, both models' share included; errors are against fp32 and whole
+logits on one GPU, and pass within three times what TRL's heads have there in bf16.
 """
 
 
@@ -213,6 +247,7 @@ def table(report: dict[str, Any]) -> list[str]:
             row["implementation"] + ("" if status == "ok" else f": {status}".replace("|", "/")),
             str(row.get("ranks", "-")),
             f"{row['ms']:.2f}" if "ms" in row else "-",
+            f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else "-",
             f"{row['efficiency']:.3f}" if "efficiency" in row else "-",
             f"{peak / 2**20:,.0f}" if peak is not None else "-",
             ", ".join(f"{name} {error:.1e}" for name, error in row.get("errors", {}).items()) or "-",

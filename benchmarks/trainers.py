@@ -13,7 +13,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from . import stand_ins
 from .measure import milliseconds
+from .trainer_states import FUSED, LAYERED, SHIPPED, WHOLE, Implementation
 
 Batch = dict[str, Any]
 Steps = Callable[[], Tensor]
@@ -107,8 +107,8 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
 
 
-def make_trainer(case: Case, models: list[Any], folder: str, device: torch.device) -> Any:
-    """The trainer of TRL's, built as its documentation does, on rows that are not used."""
+def make_trainer(case: Case, models: list[Any], folder: str, device: torch.device, **more: Any) -> Any:
+    """The trainer of TRL's, built as its documentation does, on rows that are not used; `more` are its arguments."""
     import datasets
     import trl
     from trl.experimental import gkd, orpo
@@ -121,6 +121,7 @@ def make_trainer(case: Case, models: list[Any], folder: str, device: torch.devic
         "use_cpu": device.type == "cpu",
         "report_to": "none",
         "remove_unused_columns": False,
+        **more,
     }
     pair = {"prompt": "word word", "chosen": " word word word", "rejected": " word"}
     chat = {"messages": [{"role": "user", "content": "word"}, {"role": "assistant", "content": "word"}]}
@@ -140,6 +141,12 @@ def make_trainer(case: Case, models: list[Any], folder: str, device: torch.devic
             return trl.GRPOTrainer(policy, reward_funcs=lambda completions, **_: [0.0] * len(completions),
                                    args=args, **common)  # fmt: skip
     raise ValueError(f"no such trainer: {case.trainer}")
+
+
+def by_hand(trainer: Any, steps: int = 1) -> None:
+    """Let `training_step` be called without `train()`: batches are there, and `steps` of them make up one."""
+    trainer._prepare_inputs = lambda given: given
+    trainer.current_gradient_accumulation_steps = steps
 
 
 def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
@@ -172,98 +179,9 @@ def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
     raise ValueError(f"no such trainer: {case.trainer}")
 
 
-class _WholeLogits:
-    """Answers `fused_lm_head=True` from the logits of every position, as TRL did before its fused head."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._own = model, vars(model)["forward"]
-        model.forward = self
-
-    def __call__(self, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
-        from types import SimpleNamespace
-
-        if not fused_lm_head or labels is None:
-            return self._own(*args, labels=labels, **inputs)
-        logits = self._own(*args, **inputs).logits[:, :-1].float()
-        target = labels[:, 1:]
-        scored = target != -100
-        log_softmax = logits.log_softmax(-1)
-        log_probs = log_softmax.gather(-1, target.clamp(min=0)[..., None])[..., 0].masked_fill(~scored, 0)
-        with torch.no_grad():
-            entropy = torch.stack([-(row.exp() * row).sum(-1) for row in log_softmax]).masked_fill(~scored, 0)
-            mean, top = logits.mean(-1).masked_fill(~scored, 0), (logits.argmax(-1) == target) & scored
-        return SimpleNamespace(log_probs=log_probs, entropy=entropy, mean_logits=mean, is_top1=top, label_mask=scored,
-                               log_sum_sq_probs=None, aux_loss=None, loss=None)  # fmt: skip
-
-    def undo(self) -> None:
-        self._model.forward = self._own
-
-
-@contextmanager
-def _as_shipped(trainer: Any) -> Any:
-    yield
-
-
-@contextmanager
-def _whole_logits(trainer: Any) -> Any:
-    replaced = [_WholeLogits(model) for model in (trainer.model, trainer.ref_model)]
-    try:
-        yield
-    finally:
-        for one in replaced:
-            one.undo()
-
-
-@contextmanager
-def _widened(trainer: Any) -> Any:
-    def widen(module: Any, arguments: Any, output: Any) -> None:
-        output.logits = output.logits.float()
-
-    hooks = [model.register_forward_hook(widen) for model in (trainer.model, trainer.teacher_model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _fused(trainer: Any) -> Any:
-    from liger_losses.integrations.trl import fuse_trainer, unfuse_trainer
-
-    print(fuse_trainer(trainer))
-    try:
-        yield
-    finally:
-        unfuse_trainer(trainer)
-
-
-@contextmanager
-def _fused_with_layers(trainer: Any) -> Any:
-    from liger_losses.integrations.layers import fuse_layers, unfuse_layers
-
-    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
-    with _fused(trainer):
-        try:
-            for model in models:
-                print(fuse_layers(model))
-            yield
-        finally:
-            for model in models:
-                unfuse_layers(model)
-
-
-Implementation = tuple[str, Callable[[Any], AbstractContextManager[Any]]]
-SHIPPED, FUSED = ("TRL", _as_shipped), ("fuse_trainer", _fused)
-LAYERED = ("fuse_trainer, fuse_layers", _fused_with_layers)
-# Without autocast GKD takes the divergence of bf16 logits in bf16, which is no measure of others: it may be negative.
-WIDENED = ("TRL, logits cast to fp32", _widened)
-
-
 def implementations(case: Case) -> list[Implementation]:
-    whole = [("TRL's loss on whole logits", _whole_logits)] if case.layers else []
-    exact = [WIDENED] if case.trainer == "gkd" else []
-    return [*whole, SHIPPED, *exact, FUSED, *([LAYERED] if case.layers else [])]
+    whole = [WHOLE] if case.layers else []
+    return [*whole, SHIPPED, FUSED, *([LAYERED] if case.layers else [])]
 
 
 def _step(trainer: Any, model: Any, batch: Batch) -> Tensor:
@@ -272,10 +190,15 @@ def _step(trainer: Any, model: Any, batch: Batch) -> Tensor:
     return trainer.training_step(model, dict(batch), None)
 
 
-def _measure(trainer: Any, model: Any, batch: Batch, device: torch.device, repeats: int) -> dict[str, Any]:
-    loss = float(_step(trainer, model, batch))
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "peak_bytes": None}
+def gradient_norm(model: Any) -> float:
+    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def measure_steps(trainer: Any, model: Any, batch: Batch, device: torch.device, repeats: int) -> dict[str, Any]:
+    """One step's loss and gradient, another one's peak, and the times of some more."""
+    found: dict[str, Any] = {"loss": float(_step(trainer, model, batch)), "peak_bytes": None}
+    found["grad_norm"] = gradient_norm(model)
     if device.type == "cuda":
         model.zero_grad(set_to_none=True)
         gc.collect()
@@ -297,8 +220,7 @@ def run_case(case: Case, models: list[Any], device: torch.device, repeats: int =
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = make_trainer(case, models, folder, device)
-        trainer._prepare_inputs = lambda given: given  # the batch is there: nothing to sample or move
-        trainer.current_gradient_accumulation_steps = 1  # as train() sets it
+        by_hand(trainer)
         if case.checkpointing:
             trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         model = trainer.accelerator.prepare_model(trainer.model)
@@ -307,7 +229,7 @@ def run_case(case: Case, models: list[Any], device: torch.device, repeats: int =
             rows.append(row)
             try:
                 with state(trainer):
-                    row |= _measure(trainer, model, batch, device, repeats)
+                    row |= measure_steps(trainer, model, batch, device, repeats)
             except torch.OutOfMemoryError:
                 row["status"] = "out of memory"
             model.zero_grad(set_to_none=True)
@@ -319,7 +241,7 @@ def run_case(case: Case, models: list[Any], device: torch.device, repeats: int =
             for attribute in ("forward", "_original_forward", "_is_accelerate_prepared"):
                 vars(one).pop(attribute, None)
     measured = {row["implementation"]: row for row in rows if "loss" in row}
-    own = measured.get(WIDENED[0], measured.get(SHIPPED[0]))
+    own = measured.get(SHIPPED[0])
     for row in measured.values():
         if own is not None and not _near(row, own):
             row["status"] = f"not the loss and gradient of {own['implementation']}"
@@ -331,15 +253,19 @@ def _near(row: dict[str, Any], own: dict[str, Any]) -> bool:
     return all(abs(row[key] - own[key]) <= 0.03 * abs(own[key]) + 1e-3 for key in ("loss", "grad_norm"))
 
 
+def prepare_imports() -> None:
+    """Call before TRL is imported."""
+    for name in ("TRL_EXPERIMENTAL_SILENCE", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        os.environ.setdefault(name, "1")
+    if missing := stand_ins.install():
+        print(f"stand-ins for {', '.join(missing)}, which are not installed")
+
+
 def run(
     cases: tuple[Case, ...], device: torch.device, repeats: int, save: Callable[[dict[str, Any]], None]
 ) -> list[str]:
     """Run the cases, `save` each report as it is there; names of ours that did not pass."""
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if missing := stand_ins.install():
-        print(f"stand-ins for {', '.join(missing)}, which are not installed")
+    prepare_imports()
     config, dtype = (LLAMA_1B, torch.bfloat16) if device.type == "cuda" else (TINY, torch.float32)
     models = make_models(config, 2, device, dtype)
     failures = []
@@ -377,12 +303,12 @@ def summary(report: dict[str, Any]) -> str:
 COLUMNS = ("implementation", "ms", "tokens/s", "x TRL", "peak GiB", "loss", "gradient's norm")
 HEADER = (f"| {' | '.join(COLUMNS)} |", "|---" + "|--:" * (len(COLUMNS) - 1) + "|")
 LEGEND = """\
-A training step of TRL's trainers without the optimiser's: whole model (the shape of Llama 3.2 1B, random weights, bf16,
-sdpa), forward and backward by the trainer's own `training_step` on one batch. Times are medians of {repeats} repeats of
-three steps in a row.
+A training step of TRL's trainers without the optimiser's: whole model (the shape of Llama 3.2 1B, random weights, bf16
+under bf16 autocast, sdpa), forward and backward by the trainer's own `training_step` on one batch. Times are medians of
+{repeats} repeats of three steps in a row.
 
 - *TRL*: the trainer as it ships; *TRL's loss on whole logits*: the same with logits of every position in the place of
-  its fused head, as models give them; *TRL, logits cast to fp32*: without autocast GKD has them in bf16.
+  its fused head, as models give them.
 - *x TRL*: how many times as fast as *TRL*. *peak GiB*: all memory allocated at once, both models' weights included.
 """
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import liger_losses
+from liger_losses import losses
+
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
 
@@ -30,3 +33,26 @@ def test_site(tmp_path: Path) -> None:
         assert fetched == [], name
     assert "dpo_loss" in pages["formulas.html"]
     assert "max(0, 1 - bD)" in pages["formulas.html"]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Names of the package, its losses and layers stand in the API reference or among the formulas, or their module does."""
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "formulas.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)$", pages, flags=re.MULTILINE))
+    last = {path.rpartition(".")[2] for path in shown}
+    assert {"liger_losses.functional", "liger_losses.distributed", "liger_losses.layers"} <= shown
+    constants = {name for name in losses.__all__ if name.isupper()}
+    wanted = {*liger_losses.__all__, *losses.__all__} - constants - {"__version__", "losses"}
+    assert wanted - last == set()
+
+
+def test_docstrings_have_no_section_that_renders_as_text() -> None:
+    """`Args (more):` and `Inputs:` are no sections of a Google docstring: they come out as one long paragraph."""
+    pattern = re.compile(r"^ +(?:(?:Args|Returns|Raises) \(|Inputs:)", flags=re.MULTILINE)
+    found = [
+        str(path.relative_to(ROOT))
+        for folder in ("losses", "modules", "integrations", "testing")
+        for path in (ROOT / "liger_losses" / folder).glob("*.py")
+        if pattern.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

@@ -14,6 +14,9 @@ is what a column of it adds up to over the tile's tokens, at the price of one co
 token differs from that of the others. (Left out altogether, the tail of many small probabilities would be missed: it
 points in one direction, that of the mean row of the weight.) Values are never touched.
 
+Of a vocabulary that is spread over ranks each chooses among its own columns, against its own entries' norm: what all of
+them move to their tails, one for each, is then at most the same d of the whole tile's, and nobody has to be asked.
+
 How many columns that makes, the device knows: the count travels to the host while the next tile's projection runs, so
 that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow. Once a tile of
 a call turned out to have too many, the call's other tiles are multiplied whole without being weighed.
@@ -149,13 +152,12 @@ class Selection:
         rule: ActiveVocabulary,
         gradient: Tensor,  # [n, V] up to `scale`
         scale: Tensor | None,  # [n]
-        target: Tensor | None,  # [n] columns that are always active
+        target: Tensor | None,  # [n] columns that are always active; others than these are nobody's, or another rank's
         count: HostCount,
     ) -> None:
         self._gradient, self._scale = gradient, scale
         extent = column_extent(gradient, scale)
         self._row_sums = extent.row_sums
-        # A target out of range, whose log-probability is NaN, must not fail here.
         self._choice = choose_columns(extent, target, eps=rule.eps, share=DROPPED[gradient.dtype])
         self._count = count
         count.send(self._choice.count)

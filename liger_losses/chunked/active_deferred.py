@@ -81,8 +81,10 @@ class ActiveFunction(torch.autograd.Function):
                 return (*found, None)
             parts = iter(tensors)
             kept = [TileGradient(next(parts), next(parts), next(parts)) if one else None for one in ctx.kept]
-            weights = _weight_gradient(walk, kept, each * scale, call.needs, dtypes)
+            weights = _weight_gradient(walk, kept, each * scale, lse, call.needs, dtypes)
             d_hidden = scaled_cast(product, each * scale, dtypes[0]) if call.needs[0] else None
+            # However the other ranks come by their weights' gradients, this is where all of them meet.
+            d_hidden = walk.finish_hidden(d_hidden)
         return d_hidden, *weights, None
 
 
@@ -90,6 +92,7 @@ def _weight_gradient(
     walk: TileWalk,
     kept: list[TileGradient | None],
     at_rows: Tensor,  # [R * T]
+    lse: Tensor,  # [R * T], or [5, R * T] with a teacher
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -102,8 +105,8 @@ def _weight_gradient(
         tile = walk.tile(ranges)
         if gradient is None:
             assert entries is not None
-            rows = len(tile.hidden)
-            walk.project(tile, walk.state(rows, ()), Emit.GRADIENT, entries[:rows])
-            gradient = TileGradient(entries[:rows])
+            gradient = TileGradient(entries[: len(tile.hidden)])
+            numbers = [walk.scored.gather(row, ranges) for row in lse.view(-1, lse.shape[-1])]
+            walk.project_again(tile, torch.stack(numbers), Emit.GRADIENT, gradient.entries)
         total.add(gradient, tile.hidden, walk.scored.gather(at_rows, ranges))
     return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)

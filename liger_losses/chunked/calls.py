@@ -76,11 +76,6 @@ class Call:
     def choose_columns(self, active_vocab: object, differentiable: tuple[str, ...]) -> None:
         """Check and take the rule by which columns enter the gradient products."""
         self.active = ActiveVocabulary.of(active_vocab)
-        if self.active is not None and self.shard is not None:
-            raise ValueError(
-                f"active_vocab: got {active_vocab!r} with a vocabulary-parallel head, expected None: ranks would keep "
-                "different tiles, and project others again at different times"
-            )
         if self.active is not None and "mean_logprob" in differentiable:
             raise ValueError(
                 f"active_vocab: got {active_vocab!r} for a loss that differentiates mean_logprob (label smoothing), "
@@ -351,10 +346,10 @@ def _run(
         return _operator(call, scored, names, differentiable, plan.strategy, memory_budget)
     (one,) = differentiable
     # What the walk is made of, without the caller's tensors: those autograd keeps, and checks.
-    transform, precision, active = call.transform, call.precision, call.active
+    transform, precision, active, shard = call.transform, call.precision, call.active, call.shard
 
     def walk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tensors: HeadTensors) -> TileWalk:
-        return TileWalk(hidden, weight, bias, scored, transform, precision, plan, tensors, active)
+        return TileWalk(hidden, weight, bias, scored, transform, precision, plan, tensors, active, shard)
 
     work = ActiveCall(walk, call.tensors, names, one, call.needs)
     return dict(zip(names, ActiveFunction.apply(call.hidden, call.weight, call.bias, work), strict=True))

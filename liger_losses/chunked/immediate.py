@@ -226,8 +226,7 @@ def _group(
     for (piece, rows, part, gradient), before in zip(reversed(parts), [*reversed(befores), following], strict=True):
         entries, tile = buffer[: rows.stop - rows.start], walk.tile(piece)
         if rows.stop != group.count and gradient is None:
-            again_state = walk.state(entries.shape[0], ())
-            walk.project(tile, again_state, emit, entries)
+            walk.project_again(tile, part.lse.view(-1, entries.shape[0]), emit, entries)
         if not tiles.only_logprob:
             assert isinstance(part, RowState)
             walk.combine(entries, tile, part, coefficients.rows(rows))

@@ -25,6 +25,7 @@ from ..kernels import (
     RowState,
     TeacherTile,
     divergence_gradient,
+    divergence_share,
     divergence_sums,
     divergence_tile,
     fold_tile,
@@ -170,7 +171,8 @@ def visit_divergence(
 ) -> None:
     """What `divergence_tile` does to whole rows, where every rank has some of the columns; two collectives.
 
-    The normalisers first, then the sums that are relative to them, then the gradient: each a visit to both tiles.
+    The normalisers first, then the sums that are relative to them, then the gradient: each a visit to both tiles. In
+    between adaptive KL looks for the teacher's head, with one collective for each bit of a probability, and two more.
     """
     if tile.shape[0] == 0:
         return
@@ -180,6 +182,8 @@ def visit_divergence(
     if of_logits:
         _compare_logits(shard, tile, bias, target - first, teacher, state, transform)
     else:
+        if options.form == "akl":
+            divergence_share(tile, bias, teacher, state, transform, shard.sum, shard.largest)
         divergence_sums(tile, bias, teacher, state, transform)
         value, total = shard.sum(torch.stack([state.value, state.total]))
         state.value.copy_(value)

@@ -106,6 +106,24 @@ def _local_rows(name: str, tensor: Any, shard: VocabularyShard) -> Tensor:
     return local
 
 
+def spread_rows(name: str, tensor: Tensor, weight: Tensor) -> Tensor:
+    """This rank's rows of what is placed as a vocabulary-parallel `weight`."""
+    dimension = tensor_parallel_dimension(weight)
+    assert dimension is not None
+    return _local_rows(name, tensor, _shard_of(weight, dimension))
+
+
+def spread_as(weight: Any, rows: Tensor) -> Tensor:
+    """The DTensor of which each rank has `rows`, placed as a vocabulary-parallel `weight`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    dimension, mesh = tensor_parallel_dimension(weight), weight.device_mesh
+    mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dimension]]
+    shape = torch.Size((weight.shape[0], *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
 def _placed(tensor: Any) -> str:
     if not is_dtensor(tensor):
         return "a tensor that is no DTensor"
@@ -162,9 +180,6 @@ def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
     if shard is None:
         weight, bias, logits = (None if t is None else gathered(t) for t in (weight, bias, logits))
         return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
-    if teacher.divergence.form == "akl":
-        raise ValueError("divergence: got kind 'akl' beside a vocabulary-parallel student, expected another: where the "
-                         "teacher's mass lies is read off whole rows")  # fmt: skip
     if teacher.probabilities:
         raise ValueError("teacher_probs: got a tensor beside a vocabulary-parallel student, expected their logarithms "
                          "as teacher_logits")  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ..kernels import (
     BernoulliState,
+    Columns,
     DivergenceState,
     Emit,
     LogitTransform,
     RowState,
     TeacherTile,
     bernoulli_tile,
+    divergence_gradient,
     divergence_tile,
     fold_tile,
     matmul,
@@ -190,13 +192,54 @@ class TileWalk:
         gradient: Tensor | None,  # [n, V], written unless emit is NOTHING
     ) -> None:
         """Logits of a tile, `logit_rows` at a time, folded into `state`; `emit` decides what `gradient` receives."""
+        for rows, piece, logits in self._projected(tile):
+            part = state.narrow(rows.start, rows.stop - rows.start)
+            self._fold_and_merge(logits, piece, part, emit, None if gradient is None else gradient[rows])
+
+    def _projected(self, tile: TokenTile) -> Iterator[tuple[slice, TokenTile, Tensor]]:
         ahead, self._ahead = self._ahead is tile, None
         for rows, piece in tile.slices(self.plan.logit_rows):
             logits = self._logits_buffer(rows.stop - rows.start)
             if rows.start or not ahead:
                 matmul(piece.hidden, self.weight.t(), out=logits)
-            part = state.narrow(rows.start, rows.stop - rows.start)
-            self._fold_and_merge(logits, piece, part, emit, None if gradient is None else gradient[rows])
+            yield rows, piece, logits
+
+    def project_again(
+        self,
+        tile: TokenTile,
+        numbers: Tensor,  # [1, n], or [5, n] with a teacher: the state's `lse`, of all columns
+        emit: Emit,
+        gradient: Tensor,  # [n, V], written
+    ) -> None:
+        """What `project` wrote to `gradient`, once more.
+
+        A vocabulary's ranks may differ in which tiles they come back to, each having kept others: so that none waits
+        here for the others, `G` is formed from what is known of its rows.
+        """
+        if self.shard is None or emit != Emit.GRADIENT:
+            self.project(tile, self.state(len(tile.hidden), ()), emit, gradient)
+            return
+        for rows, piece, logits in self._projected(tile):
+            self._write_gradient(logits, piece, numbers[:, rows], gradient[rows])
+
+    def _write_gradient(self, logits: Tensor, tile: TokenTile, numbers: Tensor, out: Tensor) -> None:
+        """`G` of this rank's columns."""
+        first, ones = self.first_column, torch.ones_like(numbers[0])
+        if tile.positives is not None:
+            bernoulli_tile(logits, self.bias, tile.positives, tile.transform, out=out, first_column=first)
+        elif self.teacher is not None:
+            state = DivergenceState.of_kept(numbers, self.teacher.divergence)
+            columns = Columns(self.vocab_size, self.vocab_size)
+            divergence_gradient(
+                logits, self.bias, tile.target, self.teacher_rows(tile.ranges), state, tile.transform, columns,
+                factor=ones, out=out, first_column=first,
+            )  # fmt: skip
+        else:
+            (lse,) = numbers
+            tile_gradient(
+                logits, self.bias, tile.target, lse=lse, logprob=lse, entropy=None, dlogprob=ones, dentropy=None,
+                dlse=None, transform=tile.transform, out=out, first_column=first,
+            )  # fmt: skip
 
     def _fold_and_merge(
         self, logits: Tensor, tile: TokenTile, state: State, emit: Emit, gradient: Tensor | None
@@ -210,13 +253,7 @@ class TileWalk:
         merge(self.shard, state, tile.target)
         if late:
             assert gradient is not None
-            assert isinstance(state, RowState)
-            tile_gradient(
-                logits, self.bias, tile.target, lse=state.lse,
-                logprob=(state.target - state.max) - torch.log(state.sum_exp), entropy=None,
-                dlogprob=torch.ones_like(state.max), dentropy=None, dlse=None, transform=tile.transform, out=gradient,
-                first_column=self.first_column,
-            )  # fmt: skip
+            self._write_gradient(logits, tile, state.lse.unsqueeze(0), gradient)
             state.gradient_scale.fill_(1)
 
     def merge(self, state: State) -> None:
@@ -343,7 +380,8 @@ class TileWalk:
         if self._flat:
             return lambda: unweighed(entries)
         labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
-        selection = Selection(self.active, entries, scale, tile.target if labelled else None, self._count)
+        own = tile.target - self.first_column if labelled else None
+        selection = Selection(self.active, entries, scale, own, self._count)
         if following is not None:
             self.project_ahead(following)
 

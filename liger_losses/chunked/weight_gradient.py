@@ -1,4 +1,4 @@
-"""The gradients of weight and bias of a call, summed over its tiles."""
+"""The head's own gradient, a sum over tiles of products with `G`, whole or of its active columns."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,7 +11,8 @@ from importlib import import_module
 from liger_losses._version import __version__
 
 from .extras import CommandError
-from .gpus import gpus
+from .gpus import gpu_names
+from .options import MOST_EXAMPLES, MOST_TOKENS, integer, joined, share
 from .workloads import WORKLOADS
 
 _MODULES = {"plan": "planning", "bench": "bench", "doctor": "doctor", "demo": "demo"}
@@ -24,12 +26,15 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="memory and time of the loss head of a model, before running it")
     plan.add_argument("model", nargs="?", help="config.json or its folder, or an id such as Qwen/Qwen2.5-7B")
     plan.add_argument("--list-models", action="store_true", help="name the models known offline, and stop")
+    plan.add_argument("--list-gpus", action="store_true", help="name the GPUs and their rates, and stop")
     plan.add_argument("--loss", choices=list(WORKLOADS), default="dpo", help="default: %(default)s")
     plan.add_argument("--teacher", metavar="MODEL", help="of jsd and fkl: a model with the same vocabulary")
-    plan.add_argument("--batch", type=int, default=8, help="examples a step (pairs, for losses of pairs)")
-    plan.add_argument("--length", type=int, default=2048, help="tokens a row")
-    plan.add_argument("--prompt", type=float, default=0.25, help="share of each row that is not scored")
-    plan.add_argument("--gpu", choices=list(gpus()), default="h200", help="default: %(default)s")
+    plan.add_argument(
+        "--batch", type=integer("--batch", 1, MOST_EXAMPLES), default=8, help="examples a step (or pairs)"
+    )
+    plan.add_argument("--length", type=integer("--length", 1, MOST_TOKENS), default=2048, help="tokens a row")
+    plan.add_argument("--prompt", type=share("--prompt"), default=0.25, help="share of each row that is not scored")
+    plan.add_argument("--gpu", choices=gpu_names(), default="h200", help="default: %(default)s")
     plan.add_argument("--frozen", action="store_true", help="the head needs no gradient (LoRA elsewhere)")
     plan.add_argument("--logits-dtype", choices=("float32", "input"), default="float32")
     plan.add_argument("--memory-budget", metavar="BYTES", help="as in the library: 512MiB, 4GiB")
@@ -45,28 +50,33 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--out", default="liger-losses-bench", metavar="FOLDER", help="for the report (default: %(default)s)"
     )
-    bench.add_argument("--repeats", type=int, default=3)
+    bench.add_argument("--repeats", type=integer("--repeats", 1, 1000), default=3)
 
     doctor = commands.add_parser("doctor", help="versions, devices, and a self-test of every kernel")
     doctor.add_argument("--device", help="default: cuda where there is one, else cpu")
     doctor.add_argument("--json", action="store_true")
 
     demo = commands.add_parser("demo", help="DPO on a small model and text of the standard library, with a chart")
-    demo.add_argument("--steps", type=int, default=60, help="DPO steps")
-    demo.add_argument("--warm-up", type=int, default=150, help="steps of next-token training before")
+    demo.add_argument("--steps", type=integer("--steps", 1, 10**6), default=60, help="DPO steps")
+    demo.add_argument("--warm-up", type=integer("--warm-up", 0, 10**6), default=150, help="next-token steps before")
     demo.add_argument("--out", default="liger-losses-demo", metavar="FOLDER")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=integer("--seed", 0, 2**32 - 1), default=0)
     return whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    command = import_module(f".{_MODULES[options.command]}", __package__)
     try:
+        options = parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+        command = import_module(f".{_MODULES[options.command]}", __package__)
         status: int = command.run(options)
+        sys.stdout.flush()
     except CommandError as error:
         print(f"liger-losses: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read it (`| head`) has seen enough; the interpreter would complain once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status
 
 

@@ -22,6 +22,7 @@ from liger_losses.testing.oracle import check_close
 from .doctor import default_device, environment
 from .extras import MIB, CommandError, require
 from .measuring import full_logprobs, median_ms, peak_bytes
+from .options import make_folder
 from .workloads import WORKLOADS, Workload
 
 LOSSES = ("ce", "dpo", "simpo", "jsd")
@@ -91,7 +92,6 @@ def full(workload: Workload, i: Inputs) -> Tensor:
         student, teacher = i.hidden @ i.weight.T, i.other_hidden @ i.other_weight.T
         each = losses.divergence(student, teacher, kind=workload.divergence, mask=i.target >= 0)
         return each.sum() / (i.target >= 0).sum()
-    loss = workload.build()
     loss = workload.build()
     statistics = dict.fromkeys(loss.statistics, torch.zeros(i.target.shape, device=i.target.device))
     # The others are for metrics only, and here would cost a pass of their own.
@@ -170,8 +170,6 @@ def _suite(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.repeats < 1:
-        raise CommandError(f"--repeats: got {options.repeats}, expected >= 1")
     if not options.quick:
         return _suite(options)
     device = default_device(options.device)
@@ -179,6 +177,7 @@ def run(options: argparse.Namespace) -> int:
     console = require("rich.console").Console()
     require("matplotlib")
     size, folder = size_on(device), Path(options.out)
+    make_folder("--out", folder)
     count = sum(len(ways_of(WORKLOADS[name])) for name in LOSSES)
     results: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in LOSSES}
     columns = (progress_bars.TextColumn("{task.description:28s}"), progress_bars.BarColumn(),
@@ -202,7 +201,11 @@ def run(options: argparse.Namespace) -> int:
             table.add_row(way, *cells, style="green" if way != "full logits" else None)
         console.print(table)
     path = write_report(folder, size, device, results)
-    console.print(f"MiB: peak of forward and backward beyond inputs and gradients. written: {path}", highlight=False)
+    console.print(
+        f"MiB: peak of forward and backward beyond inputs and gradients. written: {path}",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 1 if any("failure" in row for rows in results.values() for row in rows.values()) else 0
 
 

@@ -21,6 +21,7 @@ from liger_losses import LigerFusedLinearDPOLoss, linear_logprobs
 
 from .extras import MIB, require
 from .measuring import full_logprobs, median_ms, peak_bytes
+from .options import make_folder
 from .text import PAIRS_ARE, paragraphs, preference_pairs
 
 VOCAB, WIDTH, LENGTH, PAIRS, BETA = 4096, 96, 64, 8, 0.1
@@ -102,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
     require("matplotlib")
     from .figures import rewards_and_head
 
+    make_folder("--out", Path(options.out))
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from .extras import require
 
 INK, MUTED, LINE = "#1f2933", "#52606d", "#cbd2d9"
+TITLE_COLUMNS = 100  # as many as a figure of 11 inches holds
 OURS, OTHER, BAD = "#0f766e", "#b8c2cc", "#c2410c"
 
 
@@ -28,7 +30,9 @@ def save(figure: Any, path: Path, title: str = "") -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=MUTED)
+        lines = textwrap.wrap(title, TITLE_COLUMNS)
+        figure.set_figheight(figure.get_figheight() + 0.2 * (len(lines) - 1))
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=12, color=MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the date, the same numbers are the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -53,6 +57,7 @@ def bars(
     if floor is not None:
         axes.axvline(floor, color=BAD, lw=1, ls=(0, (4, 3)))
         unit += "  (dashed: the matrix products alone)"
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlim(0, 1.18 * max(values.values(), default=1.0))
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(unit)

@@ -4,53 +4,67 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .estimate import MOST_EXAMPLES, MOST_TOKENS, Estimate, Step, estimates, largest
-from .extras import MIB, CommandError, parse_bytes, require
+from .estimate import Estimate, Step, estimates, largest
+from .extras import MIB, CommandError, require
 from .gpus import Gpu, gpus
 from .models import Head, find_head, known_models
+from .options import make_folder, memory
 from .workloads import WORKLOADS
+
+CHARTS = (".png", ".svg", ".pdf")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.list_models:
         for name, head in known_models().items():
-            print(f"{name:40s} H {head.hidden_size:6,d}  V {head.vocab_size:8,d}{'  tied' * head.tied}")
+            print(f"{name:40s} H {head.hidden_size:6,d}  V {head.vocab_size:8,d}{'  tied' * bool(head.tied)}")
         return 0
-    if options.model is None:
+    if options.list_gpus:
+        for key, gpu in gpus().items():
+            print(f"{key:10s} {gpu.gib:4d} GiB {gpu.tflops:7,.0f} TFLOP/s {gpu.tb_s:5.2f} TB/s  {gpu.basis}")
+        return 0
+    if not options.model:
         raise CommandError(
             "plan: which model? A config.json, its folder, or an id; --list-models names those known offline"
         )
+    chart = None if options.chart is None else _chart_path(options.chart)
     head, gpu, step = _read(options)
+    room = None if options.memory is None else memory("--memory", options.memory, gpu.gib, gpu.name)
     found = estimates(step, gpu)
-    memory = None if options.memory is None else _bytes("--memory", options.memory)
-    fits = {} if memory is None else {one.way: largest(step, one.way, memory) for one in found}
-    if options.chart is not None:
-        _chart(Path(options.chart), head, gpu, step, found, options)
+    fits = {} if room is None else {one.way: largest(step, one.way, room) for one in found}
     if options.json:
-        print(json.dumps(_record(head, gpu, step, found, fits, memory, options), indent=1))
+        print(json.dumps(_record(head, gpu, step, found, fits, room, options), indent=1))
     else:
         _print(head, gpu, step, found, fits, options)
+    if chart is not None:
+        new = make_folder("--chart", chart.parent)
+        try:
+            _chart(chart, head, gpu, step, found, options)
+        except OSError as error:
+            raise CommandError(f"--chart: cannot write {str(chart)!r}: {error.strerror}") from error
+        # Beside --json, standard output is the JSON alone.
+        print(f"chart: {chart}{', in a new folder' * new}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-def _bytes(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise CommandError(f"{option}: {error}") from error
+def _chart_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in CHARTS or path.is_dir():
+        seen = "a folder, " if path.is_dir() else ""
+        raise CommandError(f"--chart: got {text!r}, {seen}expected a file that ends in {', '.join(CHARTS)}")
+    return path
 
 
 def _read(options: argparse.Namespace) -> tuple[Head, Gpu, Step]:
-    for name, most in (("batch", MOST_EXAMPLES), ("length", MOST_TOKENS)):
-        if not 1 <= getattr(options, name) <= most:
-            raise CommandError(f"--{name}: got {getattr(options, name)}, expected 1 to {most:,}")
-    if not 0 <= options.prompt < 1:
-        raise CommandError(f"--prompt: got {options.prompt}, expected a share in [0, 1)")
-    workload = WORKLOADS[options.loss]
+    workload, gpu = WORKLOADS[options.loss], gpus()[options.gpu]
+    budget = options.memory_budget
+    if budget is not None:
+        budget = memory("--memory-budget", budget, gpu.gib, gpu.name)
     if (options.teacher is not None) != (workload.divergence is not None):
         needs = [name for name, one in WORKLOADS.items() if one.divergence]
         raise CommandError(
@@ -72,9 +86,9 @@ def _read(options: argparse.Namespace) -> tuple[Head, Gpu, Step]:
         trainable_head=not options.frozen,
         teacher_hidden_size=None if teacher is None else teacher.hidden_size,
         logits_dtype=options.logits_dtype,
-        memory_budget=None if options.memory_budget is None else _bytes("--memory-budget", options.memory_budget),
+        memory_budget=budget,
     )
-    return head, gpus()[options.gpu], step
+    return head, gpu, step
 
 
 def _record(
@@ -83,12 +97,12 @@ def _record(
     step: Step,
     found: list[Estimate],
     fits: dict[str, tuple[int, int]],
-    memory: int | None,
+    room: int | None,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     def row(one: Estimate) -> dict[str, Any]:
         more = dict(zip(("largest_batch", "largest_length"), fits[one.way], strict=True)) if fits else {}
-        return {**asdict(one), **more}
+        return {**asdict(one), "fits_the_budget": one.workspace is not None, **more}
 
     return {
         "model": asdict(head),
@@ -100,7 +114,7 @@ def _record(
         "scored": step.scored,
         "trainable_head": step.trainable_head,
         "memory_budget": step.memory_budget,
-        "memory": memory,
+        "memory": room,
         "ways": [row(one) for one in found],
     }
 
@@ -118,8 +132,9 @@ def _print(
     fits: dict[str, tuple[int, int]],
     options: argparse.Namespace,
 ) -> None:
-    console = require("rich.console").Console()
-    console.print(_title(head, gpu, step, options), style="bold", highlight=False)
+    make_console = require("rich.console").Console
+    console = make_console()
+    console.print(_title(head, gpu, step, options), style="bold", highlight=False, soft_wrap=True)
     table = require("rich.table").Table(box=None)
     table.add_column("way", no_wrap=True)
     names = ["products", "ms", "MiB", "least MiB"]
@@ -128,41 +143,78 @@ def _print(
     for name in names:
         table.add_column(name, justify="right")
     for one in found:
-        memory = "over budget" if one.workspace is None else f"{one.workspace / MIB:,.0f}"
-        cells = [one.way, f"{one.products:.2f}", f"{one.milliseconds:,.1f}", memory]
+        # What `auto` takes is marked by a character: in a pipe, and under NO_COLOR, there is neither bold nor green.
+        cells = [one.way + " *" * one.chosen, f"{one.products:.2f}"]
+        if one.workspace is None:
+            cells += ["-", "raises"]
+        else:
+            cells += [f"{one.milliseconds:,.1f}", f"{one.workspace / MIB:,.0f}"]
         cells.append("" if one.least is None else f"{one.least / MIB:,.0f}")
-        cells += [f"{number:,}" for number in fits.get(one.way, ())]
+        cells += [f"{number:,}" if number else "none" for number in fits.get(one.way, ())]
         table.add_row(*cells, style="bold green" if one.chosen else None)
-    console.print(table)
+    # As wide as its numbers are: rich would cut them short in a pipe or a narrow terminal.
+    make_console(width=max(120, console.width)).print(table)
+    notes = "\n".join(_notes(head, gpu, step, found, fits, options))
+    console.print(notes, style="dim", highlight=False, soft_wrap=True)
+
+
+def _notes(
+    head: Head,
+    gpu: Gpu,
+    step: Step,
+    found: list[Estimate],
+    fits: dict[str, tuple[int, int]],
+    options: argparse.Namespace,
+) -> list[str]:
     softcap = "" if head.softcap is None else f", softcap {head.softcap:g}"
     notes = [
-        f"head [{head.vocab_size:,}, {head.hidden_size:,}]{', tied' * head.tied}{softcap}, "
-        f"{'trainable' if step.trainable_head else 'frozen'}, 16-bit; logits {step.logits_dtype}",
+        f"head [{head.vocab_size:,}, {head.hidden_size:,}]{', tied' * bool(head.tied)}{softcap}, "
+        f"{'trainable' if step.trainable_head else 'frozen'}, 16-bit; logits {step.logits_dtype}"
+    ]
+    if head.defaults:
+        notes.append(f"not in the configuration, hence its class's default: {', '.join(head.defaults)}")
+    if head.unsaid:
+        unsaid = ", ".join(head.unsaid)
+        notes.append(f"not in the configuration, and no class of transformers at hand to have a default: {unsaid}")
+    notes += [
         f"products: of 2 N H V over the {step.scored:,} scored tokens. MiB: peak of forward and backward beyond "
         "inputs and returned gradients.",
-        "least MiB: the smallest memory_budget. Bold: what strategy='auto' takes.",
-        f"ms: products at {gpu.tflops:g} TFLOP/s, copies at {gpu.tb_s:g} TB/s, "
-        + ("both measured." if gpu.measured else "both from the data sheet, not measured."),
+        "least MiB: the smallest memory_budget. *: what strategy='auto' takes.",
     ]
-    if fits:
+    raising = [one.way for one in found if one.workspace is None]
+    if raising:
+        auto = "" if any(one.chosen for one in found) else ", and so does strategy='auto'"
         notes.append(
-            f"largest: {options.memory} for hidden states, their gradient and the workspace; the head is the model's."
+            f"raises: {', '.join(raising)} cannot do with a memory_budget of {options.memory_budget}, and the call "
+            f"raises{auto}."
         )
-    console.print("\n".join(notes), style="dim", highlight=False)
+    beyond = [one.way for one in found if one.workspace is not None and one.workspace > gpu.gib << 30]
+    if beyond:
+        notes.append(f"does not fit the {gpu.gib} GiB of this GPU: {', '.join(beyond)}.")
+    notes.append(f"ms: products at {gpu.tflops:g} TFLOP/s, copies at {gpu.tb_s:g} TB/s: {gpu.basis}.")
+    if fits:
+        none = "; none: not even one example, or one token" * any(0 in pair for pair in fits.values())
+        notes.append(
+            f"largest: {options.memory} for hidden states, their gradient and the workspace; the head is the "
+            f"model's{none}."
+        )
+    return notes
 
 
 def _chart(path: Path, head: Head, gpu: Gpu, step: Step, found: list[Estimate], options: argparse.Namespace) -> None:
     from .figures import time_and_memory
 
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"--chart: got {path.name}, expected a .png, .svg or .pdf file")
     drawn = {
-        f"ours, {one.way}" if one.least is not None else one.way: one for one in found if one.workspace is not None
+        f"ours, {one.way}{' (auto)' * one.chosen}" if one.least is not None else one.way: one
+        for one in found
+        if one.workspace is not None
     }
+    raising = [one.way for one in found if one.workspace is None]
+    missing = f" ({', '.join(raising)}: not within {options.memory_budget})" if raising else ""
     floor = (2 + step.trainable_head + step.second_products) * step.product_ms(gpu, step.scored)
     time_and_memory(
         path,
-        f"{_title(head, gpu, step, options)}: estimated",
+        f"{_title(head, gpu, step, options)}: estimated{missing}",
         {name: one.milliseconds for name, one in drawn.items()},
         {name: (one.workspace or 0) / MIB for name, one in drawn.items()},
         [name for name, one in drawn.items() if one.least is not None],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.placements import gathered
+from liger_losses.chunked.placements import gathered, is_dtensor, spread_as, spread_rows, tensor_parallel_dimension
 
 
 def check(layer: Any, model: str) -> None:
@@ -71,27 +71,47 @@ def widen(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tu
     LoRA's dropout is drawn anew at each call, as by the layer's own forward. DoRA multiplies row v of the sum by
     `m_v / ||W_v + s B_v A||`, the norm being a constant to its gradient (https://arxiv.org/abs/2402.09353, 4.3).
 
+    Of a weight whose rows are spread over tensor-parallel ranks each has those of B (and m) too, and all have A: its
+    gradient comes from the widened hidden states', which the engine hands back whole on every rank.
+
     Args:
         layer: A `peft.tuners.lora.Linear`, or one around a layer of bitsandbytes, that `check` has let pass.
-        hidden: `[*, H]`; weight: `[V, H]`; bias: `[V]` or None.
+        hidden: `[*, H]`; weight: `[V, H]`; bias: `[V]` or None. Plain tensors, or weight and bias spread over ranks.
 
     Returns:
-        `[*, H + r]`, `[V, H + r]` and `[V]` or None, r the sum of the active adapters' ranks.
+        `[*, H + r]`, `[V, H + r]` and `[V]` or None, r the sum of the active adapters' ranks; placed as they came.
+
+    Raises:
+        ValueError: B is not spread as a weight is that is, or hidden states are spread beside it.
     """
+    placed = weight if tensor_parallel_dimension(weight) is not None else None
+
+    def of(name: str, parameter: Tensor) -> Tensor:
+        return gathered(parameter) if placed is None else spread_rows(name, parameter, placed)
+
+    if placed is not None:
+        if is_dtensor(hidden):
+            raise ValueError("hidden states: got a DTensor beside an adapter on a vocabulary-parallel head, expected "
+                             "those of all tokens on every rank")  # fmt: skip
+        weight = of("weight", weight)
+        bias = None if bias is None else of("bias", bias)
     columns, rows = [hidden], [weight]
     for name in _active(layer):
         down, up, scaling = gathered(layer.lora_A[name].weight), layer.lora_B[name], layer.scaling[name]
         narrow = scaling * torch.nn.functional.linear(layer.lora_dropout[name](hidden.to(down.dtype)), down)
-        tall = gathered(up.weight)
+        tall = of("lora_B", up.weight)
         if name in layer.lora_variant:
-            magnitude = gathered(layer.lora_magnitude_vector[name].weight)
+            magnitude = of("lora_magnitude_vector", layer.lora_magnitude_vector[name].weight)
             scale = _dora_scale(magnitude, weight, down, tall, scaling)[:, None]
             rows[0], tall = (scale * weight).to(weight.dtype), scale * tall
         columns.append(narrow.to(hidden.dtype))
         rows.append(tall.to(weight.dtype))
         if up.bias is not None:
-            bias = scaling * gathered(up.bias).to(weight.dtype) + (0.0 if bias is None else bias)
-    return torch.cat(columns, dim=-1), torch.cat(rows, dim=1), bias
+            bias = scaling * of("lora_B's bias", up.bias).to(weight.dtype) + (0.0 if bias is None else bias)
+    wide = torch.cat(rows, dim=1)
+    if placed is not None:
+        wide, bias = spread_as(placed, wide), None if bias is None else spread_as(placed, bias)
+    return torch.cat(columns, dim=-1), wide, bias
 
 
 def _dora_scale(magnitude: Tensor, weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

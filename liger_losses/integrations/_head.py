@@ -135,7 +135,8 @@ class OutputHead:
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(x, W, b)` whose `x W^T + b` is what the head makes of `hidden`: with LoRA, wider by the adapters' ranks."""
         if tensor_parallel_dimension(self.linear.weight) is not None:  # the engine's own to deal with
-            return hidden, self.linear.weight, self.linear.bias
+            spread = hidden, self.linear.weight, self.linear.bias
+            return spread if self.adapter is None else _adapters.widen(self.adapter, *spread)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         weight = self.weight(dtype)
@@ -177,11 +178,6 @@ def output_head(model: Any) -> OutputHead:
         raise ValueError(
             f"the head of {name} is partitioned by DeepSpeed ZeRO-3 and has an adapter, whose parts are gathered one "
             "by one; take the head out of the adapter's target_modules, or use FSDP2, or ZeRO stage 2 or lower."
-        )
-    if adapter is not None and tensor_parallel_dimension(weight) is not None:
-        raise ValueError(
-            f"the head of {name} is spread over tensor-parallel ranks and has an adapter; take the head out of the "
-            "adapter's target_modules."
         )
     if weight.is_meta:
         raise ValueError(f"the head of {name} has its weight on the meta device (offloaded or not loaded yet).")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from liger_losses.chunked import ScoredTokens, linear_logprobs
 from liger_losses.chunked.placements import gathered
+from liger_losses.integrations._answer import FusedHeadOutput, answer_of
 from liger_losses.integrations._head import HeadOptions, backbone_of, output_head
 
 IGNORE_INDEX = -100
@@ -26,35 +26,6 @@ STATISTICS = {
     "is_top1": "is_top1",
 }
 DIFFERENTIABLE = ("log_probs", "entropy")
-
-
-@dataclass
-class FusedHeadOutput(ModelOutput):
-    """Answer of a fused model. Per-token fields are zero where the label is -100, and None where not asked for.
-
-    With T the length of `labels`, per-token fields are `[B, T - 1]`, field `t` scoring `labels[:, t + 1]`; with
-    `shift_labels` they are `[B, T]`.
-
-    Attributes:
-        loss: Scalar: negative log-likelihood summed over scored tokens, over `num_items_in_batch` (their count when not
-            given), plus `router_aux_loss_coef * aux_loss` when router logits are asked for.
-        log_probs: Log-probability of each label, fp32.
-        entropy: Entropy of the predicted distribution, in nats.
-        log_sum_sq_probs: `log sum_v p_v^2`, without gradient.
-        mean_logits: Mean over the vocabulary of the logits divided by the temperature, without gradient.
-        is_top1: Whether the label is the most likely token, bool.
-        label_mask: Whether the label is scored, bool.
-        aux_loss: Scalar load-balancing loss of a mixture of experts.
-    """
-
-    loss: Tensor | None = None
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-    mean_logits: Tensor | None = None
-    is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
-    aux_loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +127,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
     if inputs.get("output_router_logits"):
         aux_loss = _load_balancing_loss(model, backbone, inputs.get("attention_mask")).to(device)
         loss = loss + _router_coefficient(model) * aux_loss
-    return FusedHeadOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+    return answer_of(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
 def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

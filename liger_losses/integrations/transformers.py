@@ -21,13 +21,13 @@ from transformers.utils import ModelOutput
 from liger_losses._checks import check_flag, check_temperature
 from liger_losses.chunked.active import ActiveVocabulary
 from liger_losses.chunked.planner import check_tiling
+from liger_losses.integrations._answer import FusedHeadOutput
 from liger_losses.integrations._head import base_model, check_head, head_options, output_head
 from liger_losses.integrations._linear_logits import linear_logits as unprojected
 from liger_losses.integrations._scoring import (
     DIFFERENTIABLE,
     STATISTICS,
     FusedHead,
-    FusedHeadOutput,
     refuse_other_answers,
     score,
 )

@@ -8,7 +8,7 @@ from .column_choice import choose_columns
 from .column_extent import ColumnExtent, column_extent
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence, check_of_logits
-from .divergence_sums import divergence_sums
+from .divergence_sums import divergence_share, divergence_sums
 from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .head_mass import head_mask, head_share
@@ -49,6 +49,7 @@ __all__ = [
     "column_extent",
     "differentiable_once",
     "divergence_gradient",
+    "divergence_share",
     "divergence_sums",
     "divergence_tile",
     "fold_tile",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .divergence_terms_triton import LOG2E
 from .divergence_tile import Columns, DivergenceState, TeacherTile
-from .divergence_tile_triton import _BLOCK, _arguments
+from .divergence_tile_triton import _arguments, shape_of_visits
 from .divergence_visits_triton import visit
 from .tile_statistics_triton import readable_columns, row_start
 from .transform import LogitTransform
@@ -28,6 +28,7 @@ def _sums_kernel(
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr, PROBABILITIES: tl.constexpr,
     FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, OF_LOGITS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # torch.compile hands Python floats over as fp64 on some versions; the arithmetic is fp32.
     scale = tl.cast(scale, tl.float32)
@@ -48,7 +49,7 @@ def _sums_kernel(
         readable_columns(n_columns, ALIGNED), readable_columns(n_teacher, T_ALIGNED), n_columns, n_student, n_teacher,
         n_full, n_columns, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
         HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, False, False, True, True, False, True,
-        BLOCK,
+        BLOCK, STAGES,
     )  # fmt: skip
     tl.store(value_ptr + row, value)
     tl.store(total_ptr + row, sums)
@@ -66,5 +67,5 @@ def divergence_sums_triton(
         _sums_kernel[(tile.shape[0],)](
             **_arguments(tile, bias, teacher, state, transform, columns, tile),
             value_ptr=state.value,
-            BLOCK=_BLOCK if tile.is_cuda else 128,
+            **shape_of_visits(tile),
         )

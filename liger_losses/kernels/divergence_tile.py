@@ -208,9 +208,9 @@ def _without(divergence: Divergence) -> str | None:
     return "kind 'akl'" if divergence.form == "akl" else None
 
 
-def _slices(tile: Tensor) -> Iterator[slice]:
+def _slices(tile: Tensor, columns: int | None = None) -> Iterator[slice]:
     # On a device it is the number of launches that costs.
-    return row_slices(tile, _DEVICE_TIMES if tile.is_cuda else 1)
+    return row_slices(tile, _DEVICE_TIMES if tile.is_cuda else 1, columns)
 
 
 def _compared(

@@ -108,9 +108,10 @@ def visit(
     scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
     PROBABILITIES: tl.constexpr, FORM: tl.constexpr, SOFT: tl.constexpr, HARD: tl.constexpr, VALUE: tl.constexpr,
-    SUMS: tl.constexpr, EMIT: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
+    SUMS: tl.constexpr, EMIT: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The sums of d and g over the row, and the gradient, as asked. Columns up to n_full fill blocks of both sides.
+    # The sums of d and g over the row, and the gradient, as asked. Columns up to n_full fill blocks of both sides; they
+    # are on their way, STAGES blocks of them, while one is computed.
     value = tl.zeros((BLOCK,), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     if BACKWARDS:
@@ -123,7 +124,7 @@ def visit(
                 HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, FORM, SOFT, HARD, VALUE, SUMS, EMIT,
                 True, BLOCK,
             )  # fmt: skip
-    for start in range(0, n_full, BLOCK):
+    for start in tl.range(0, n_full, BLOCK, num_stages=STAGES):
         place = start
         if BACKWARDS:
             place = n_full - BLOCK - start
@@ -150,7 +151,7 @@ def visit(
 
 @triton.jit
 def _sum_block(
-    start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t,
+    start, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, entropy_s, entropy_t,
     s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student, n_teacher,
     kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
@@ -174,19 +175,16 @@ def _sum_block(
     e_t = tl.exp2(t - ref_t)
     sum_s += e_s
     sum_t += e_t
-    high_s = tl.maximum(high_s, s)
-    high_t = tl.maximum(high_t, t)
     if SEPARATE_HARD:
         sum_h += tl.exp(z - ref_h)
-        high_h = tl.maximum(high_h, z)
     if CROSS:
         first += tl.where(e_s > 0.0, e_s * (tl.where(e_s > 0.0, s, 0.0) - t), 0.0)
     if MIXED:
-        first, c1, c2, c3, c4, c5 = mixture_sums(e_s, e_t, s - ref_s, kappa, first, c1, c2, c3, c4, c5)
+        first, c1, c2, c3, c4 = mixture_sums(e_s, e_t, s - ref_s, kappa, first, c1, c2, c3, c4)
     if ENTROPY:
         entropy_s += tl.where(e_s > 0.0, e_s * (s - ref_s), 0.0)
         entropy_t += tl.where(e_t > 0.0, e_t * (t - ref_t), 0.0)
-    return high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t
+    return sum_s, sum_t, sum_h, first, c1, c2, c3, c4, entropy_s, entropy_t
 
 
 @triton.jit
@@ -195,42 +193,60 @@ def row_sums(
     n_full, n_all, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
     PROBABILITIES: tl.constexpr, SEPARATE_HARD: tl.constexpr, CROSS: tl.constexpr, MIXED: tl.constexpr,
-    ENTROPY: tl.constexpr, COSINE_SUMS: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, COSINE_SUMS: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Sums per lane, relative to the references; of the compared logits in base 2.
-    high_s = tl.full((BLOCK,), -float("inf"), tl.float32)
-    high_t = tl.full((BLOCK,), -float("inf"), tl.float32)
-    high_h = tl.full((BLOCK,), -float("inf"), tl.float32)
     sum_s = tl.zeros((BLOCK,), tl.float32)
     sum_t = tl.zeros((BLOCK,), tl.float32)
     sum_h = tl.zeros((BLOCK,), tl.float32)
-    # E_s of (z_s - z_t); or |z_s|^2, and in the next two |z_t|^2 and their product; or the six sums of `mixture_sums`.
+    # E_s of (z_s - z_t); or |z_s|^2, and in the next two |z_t|^2 and their product; or the five sums of `mixture_sums`.
     first = tl.zeros((BLOCK,), tl.float32)
     c1 = tl.zeros((BLOCK,), tl.float32)
     c2 = tl.zeros((BLOCK,), tl.float32)
     c3 = tl.zeros((BLOCK,), tl.float32)
     c4 = tl.zeros((BLOCK,), tl.float32)
-    c5 = tl.zeros((BLOCK,), tl.float32)
     entropy_s = tl.zeros((BLOCK,), tl.float32)
     entropy_t = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n_full, BLOCK):
-        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t = _sum_block(
-            start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t,
+    for start in tl.range(0, n_full, BLOCK, num_stages=STAGES):
+        sum_s, sum_t, sum_h, first, c1, c2, c3, c4, entropy_s, entropy_t = _sum_block(
+            start, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, entropy_s, entropy_t,
             s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
             n_teacher, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
             HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, MIXED,
             ENTROPY, COSINE_SUMS, BASE, False, BLOCK,
         )  # fmt: skip
     for start in range(n_full, n_all, BLOCK):
-        high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t = _sum_block(
-            start, high_s, high_t, high_h, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, c5, entropy_s, entropy_t,
+        sum_s, sum_t, sum_h, first, c1, c2, c3, c4, entropy_s, entropy_t = _sum_block(
+            start, sum_s, sum_t, sum_h, first, c1, c2, c3, c4, entropy_s, entropy_t,
             s_row, s_bias_ptr, t_row, t_bias_ptr, ref_s, ref_t, ref_h, readable_s, readable_t, n_columns, n_student,
             n_teacher, kappa, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
             HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, SEPARATE_HARD, CROSS, MIXED,
             ENTROPY, COSINE_SUMS, BASE, True, BLOCK,
         )  # fmt: skip
     return (
-        tl.max(high_s, 0), tl.max(high_t, 0), tl.max(high_h, 0), tl.sum(sum_s, 0), tl.sum(sum_t, 0), tl.sum(sum_h, 0),
-        tl.sum(first, 0), tl.sum(c1, 0), tl.sum(c2, 0), tl.sum(c3, 0), tl.sum(c4, 0), tl.sum(c5, 0),
-        tl.sum(entropy_s, 0), tl.sum(entropy_t, 0),
+        tl.sum(sum_s, 0), tl.sum(sum_t, 0), tl.sum(sum_h, 0), tl.sum(first, 0), tl.sum(c1, 0), tl.sum(c2, 0),
+        tl.sum(c3, 0), tl.sum(c4, 0), tl.sum(entropy_s, 0), tl.sum(entropy_t, 0),
     )  # fmt: skip
+
+
+@triton.jit
+def row_maxima(
+    s_row, s_bias_ptr, t_row, t_bias_ptr, readable_s, readable_t, n_columns, n_student, n_teacher, n_all,
+    scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T_HAS_BIAS: tl.constexpr, T_HAS_SOFTCAP: tl.constexpr,
+    PROBABILITIES: tl.constexpr, BASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Of the compared logits, in base 2, and of the student's own.
+    high_s = tl.full((BLOCK,), -float("inf"), tl.float32)
+    high_t = tl.full((BLOCK,), -float("inf"), tl.float32)
+    high_h = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in range(0, n_all, BLOCK):
+        z, _slope, s, t = both_sides(
+            s_row, s_bias_ptr, t_row, t_bias_ptr, start + tl.arange(0, BLOCK), readable_s, readable_t, n_columns,
+            n_student, n_teacher, scale, softcap, inv_t, inv_d, t_scale, t_softcap, t_inv,
+            HAS_BIAS, HAS_SOFTCAP, T_HAS_BIAS, T_HAS_SOFTCAP, PROBABILITIES, True,
+        )  # fmt: skip
+        high_s = tl.maximum(high_s, s * BASE)
+        high_t = tl.maximum(high_t, t * BASE)
+        high_h = tl.maximum(high_h, z)
+    return tl.max(high_s, 0), tl.max(high_t, 0), tl.max(high_h, 0)

@@ -30,6 +30,6 @@ def fast_log2(x):
 def fast_reciprocal(x):
     # Off by one unit in the last place; of up to 2^126.
     if _NATIVE:
-        return libdevice.fast_dividef(1.0, x)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 / x

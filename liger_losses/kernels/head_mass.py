@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+# From a row's sum over the columns here to that over all columns, where some of them are elsewhere.
+Reduce = Callable[[Tensor], Tensor]
+
+
+def _all_here(sums: Tensor) -> Tensor:
+    return sums
 
 
 def head_mask(
     p: Tensor,  # [*, V] probabilities, fp32 or fp64
     mass: float,  # in [0, 1]
+    reduce: Reduce = _all_here,
 ) -> Tensor:
     """`[*, V]` bool: the fewest most probable tokens whose probabilities sum to `mass` or more.
 
@@ -24,7 +34,7 @@ def head_mask(
     found = torch.zeros(*p.shape[:-1], 1, dtype=integer, device=p.device)
     for bit in reversed(range(bits)):
         tried = found | (1 << bit)
-        reached = (p * (p >= tried.view(p.dtype))).sum(-1, keepdim=True) >= mass
+        reached = reduce((p * (p >= tried.view(p.dtype))).sum(-1, keepdim=True)) >= mass
         found = torch.where(reached, tried, found)
     return (p >= found.view(p.dtype)) & (p > 0)
 
@@ -33,9 +43,10 @@ def head_share(
     s: Tensor,  # [*, V] the student's probabilities
     t: Tensor,  # [*, V] the teacher's
     mass: float,
+    reduce: Reduce = _all_here,
 ) -> Tensor:
     """`[*]`: how much of `sum_v |s_v - t_v|` lies in the teacher's head, in [0, 1]; 1/2 for equal distributions."""
     gap = (s - t).abs()
-    total = gap.sum(-1)
-    share = torch.where(head_mask(t, mass), gap, 0).sum(-1) / total
+    total = reduce(gap.sum(-1))
+    share = reduce(torch.where(head_mask(t, mass, reduce), gap, 0).sum(-1)) / total
     return torch.where(total == 0, 0.5, share.clamp(max=1))

@@ -167,9 +167,9 @@ def fold_tile(
         torch.eq(state.argmax, target, out=state.is_top1)
 
 
-def row_slices(tile: Tensor, times: int = 1) -> Iterator[slice]:
-    """Rows of `TWIN_ELEMENTS * times` elements at a time."""
-    step = max(1, TWIN_ELEMENTS * times // max(1, tile.shape[1]))
+def row_slices(tile: Tensor, times: int = 1, columns: int | None = None) -> Iterator[slice]:
+    """Rows of `TWIN_ELEMENTS * times` elements at a time, were they of so many columns (None: the tile's)."""
+    step = max(1, TWIN_ELEMENTS * times // max(1, columns or tile.shape[1]))
     for start in range(0, tile.shape[0], step):
         yield slice(start, min(start + step, tile.shape[0]))
 

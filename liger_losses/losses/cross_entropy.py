@@ -91,8 +91,9 @@ class CrossEntropyLoss:
         selection: only the tokens that a `TokenSelection` picks (ESLM, arXiv:2505.19893); it needs the whole batch.
         report_accuracy: adds the metric `token_accuracy`, the share of scored tokens whose label is the first maximum.
 
-    Inputs: `token_weights`, `class_weights` `[R, T]`, `num_items_in_batch` without dimensions. A token of weight 0
-        contributes 0 and sends no gradient back, whatever its cross entropy holds.
+    `inputs` may hold `token_weights` and `class_weights` `[R, T]`, and `num_items_in_batch` without dimensions. A token
+    of weight 0 contributes 0 and sends no gradient back, whatever its cross entropy holds.
+
     Metrics: `z_loss`, the part of it in the loss, if there is one.
     """
 
@@ -222,7 +223,7 @@ class BinaryCrossEntropyLoss:
     Args:
         labels: V, what a row's mean is taken over. reduction: `"mean"` or `"sum"`.
 
-    Inputs: `token_weights` `[R, T]`, one factor for each row of labels.
+    `inputs` may hold `token_weights` `[R, T]`, one factor for each row of labels.
     """
 
     labels: int

@@ -29,7 +29,7 @@ class DPOLoss(DPOObjective):
 
     and nothing with `reference_free`.
 
-    Args (beyond those of `dpo_loss`):
+    Args: Options beyond those of dpo_loss
         ld_alpha: LD-DPO (arXiv:2409.06411): weight, in `[0, 1]`, of the tokens beyond the pair's shared length.
         use_weighting: WPO (arXiv:2406.11827): each pair's loss times the weights of its two responses.
         average_log_prob: sequence log-probabilities are means over scored tokens instead of sums.

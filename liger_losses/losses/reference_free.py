@@ -211,7 +211,7 @@ class ReferenceFreeLoss(ReferenceFreeObjective):
     and the metrics of logits read no others, NLL reads every scored token of the chosen rows: prompt and completion, as
     ORPO was published. Not with a third response.
 
-    Args (beyond those of `reference_free_loss`):
+    Args: Options beyond those of reference_free_loss
         average_log_prob: token means for every loss type; False: only for those defined on them.
         compute_nll_loss, alpha: whether to add the NLL term, and its weight.
         nll_response: `"chosen"`, or `"third"`: rows of their own, read by the NLL term only.

@@ -148,8 +148,9 @@ class SampledKLLoss:
     Args:
         estimator: `"k1"`, `"k2"` or `"k3"`; see `sampled_kl` for what the gradient of each is.
 
-    Inputs: `teacher_logprobs` `[R, T]`; `token_weights` `[R, T]`; `num_items_in_batch` without dimensions, what the sum
-        is divided by in place of the number of scored tokens.
+    `inputs` hold `teacher_logprobs` `[R, T]`, and may hold `token_weights` `[R, T]` and, without dimensions,
+    `num_items_in_batch`, what the sum is divided by in place of the number of scored tokens.
+
     Metrics: `reverse_kl`, the mean of `d` over scored tokens.
     """
 

@@ -292,7 +292,7 @@ class BCOLoss(UnpairedLoss):
     - `shift`: the mean of earlier rewards; 0 when left out;
     - `shift_count`, with `shift_includes_batch` only: how many rewards that mean is of; 0 when left out.
 
-    Args (beyond those of `UnpairedLoss`):
+    Args: Options beyond those of UnpairedLoss
         shift_includes_batch: the shift is the mean of the earlier rewards and of this batch's (of all rows, each with
             the same weight), as a constant. All rows then share a number that comes from their statistics:
             separability is "batch" instead of "sequence".

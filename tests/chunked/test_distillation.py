@@ -21,6 +21,7 @@ from liger_losses.chunked import (
     linear_divergence,
     plan,
     walk,
+    weight_gradient,
 )
 from liger_losses.kernels import tile_statistics
 from liger_losses.losses import DIVERGENCES

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from liger_losses import Divergence, LigerFusedLinearDPOLoss, linear_divergence, linear_logprobs
+from liger_losses import LigerFusedLinearDPOLoss, linear_divergence, linear_logprobs
 from liger_losses.distributed import FusedHead, scored_count, vocab_parallel
 
 from .harness import DOUBLE, ROWS, H, T, V, check, mesh_of, tokens
@@ -85,17 +85,6 @@ def refusals() -> None:
     )
     high = target.clone()
     high[0, -1] = V
-    _refused(
-        lambda: linear_logprobs(hidden, spread, target, active_vocab="auto"), ValueError,
-        "active_vocab: got 'auto' with a vocabulary-parallel head, expected None",
-    )  # fmt: skip
-    akl = Divergence(kind="akl")
-    _refused(
-        lambda: linear_divergence(
-            hidden, spread, target, teacher_hidden=hidden, teacher_weight=weight, divergence=akl
-        ), ValueError,
-        "divergence: got kind 'akl' beside a vocabulary-parallel student, expected another",
-    )  # fmt: skip
     _refused(lambda: linear_logprobs(hidden, spread, high), ValueError, f"expected a class in [0, {V})")
     narrow = torch.randn(60, H, dtype=DOUBLE)
     _refused(

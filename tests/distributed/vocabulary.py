@@ -116,7 +116,7 @@ def every_divergence_of_two_spread_vocabularies() -> None:
     hidden, weight, bias = (torch.randn(*s, dtype=DOUBLE, generator=generator) for s in ((ROWS, T, 8), (V, 8), (V,)))
     logits = torch.randn(ROWS, T, V, dtype=DOUBLE, generator=generator)
     for index, options in enumerate(KINDS):
-        if options.vocabulary != "shared" or options.kind == "akl":
+        if options.vocabulary != "shared":
             continue
 
         # A teacher as a head, whose columns are spread or whole, and as whole logits.

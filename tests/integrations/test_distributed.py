@@ -83,7 +83,10 @@ def _wrap(model: Any, kind: str) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        parallelize_module(model.lm_head, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)), ColwiseParallel())
+        mesh, head = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)), model.get_output_embeddings()
+        adapted = "adapter" in kind  # as PEFT places an adapter on such a head: A on every rank, B in rows
+        for part in (head.base_layer, head.lora_B["default"]) if adapted else (head,):
+            parallelize_module(part, mesh, ColwiseParallel())
         return model
     from torch.distributed.fsdp import fully_shard
 
@@ -134,6 +137,7 @@ def _step(rank: int, kind: str, port: int) -> None:
         "fsdp2, adapter on the head",
         "fsdp2, adapter on the head, head in its own group",
         "tensor parallel head",
+        "tensor parallel head, adapter on the head",
     ],
 )
 def test_gradients_are_the_mean_over_ranks(kind: str) -> None:

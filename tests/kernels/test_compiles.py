@@ -108,7 +108,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     def replace(module: Any, name: str) -> Launch:
         # On a GPU; the interpreter's is smaller.
-        launch = Launch(getattr(module, name), getattr(module, "_BLOCK", None))
+        block = divergence_tile_triton._BLOCK if module is divergence_sums_triton else getattr(module, "_BLOCK", None)
+        launch = Launch(getattr(module, name), block)
         monkeypatch.setattr(module, name, launch)
         return launch
 
