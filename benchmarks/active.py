@@ -60,7 +60,7 @@ def crossover(head: Head, rows: int, device: torch.device, repeats: int) -> list
     `chunked.active.CROSSOVER` is to be the share from which the two take about as long.
     """
     from liger_losses.chunked import active
-    from liger_losses.chunked.active import ActiveVocabulary, Selection, TileGradient
+    from liger_losses.chunked.active import ActiveVocabulary, HostCount, Selection, TileGradient
     from liger_losses.chunked.head import Precision
     from liger_losses.chunked.weight_gradient import WeightGradient
 
@@ -69,14 +69,14 @@ def crossover(head: Head, rows: int, device: torch.device, repeats: int) -> list
     hidden, weight = (torch.randn(n, head.hidden, device=device).to(kind) for n in (rows, head.vocab))
     factor, product = torch.ones(rows, device=device), torch.empty_like(hidden)
     total = WeightGradient(weight.shape, Precision.of(kind, torch.float32), weight=True, bias=False)
-    former = active.CROSSOVER
+    former, count = active.CROSSOVER, HostCount()
 
     def whole() -> None:
         torch.mm(gradient, weight, out=product)
         total.add(TileGradient(gradient), hidden, factor)
 
     def compact() -> None:
-        found = Selection(ActiveVocabulary(1.5), gradient, None, None).gradient()
+        found = Selection(ActiveVocabulary(1.5), gradient, None, None, count).gradient()
         found.product(weight, product, torch.float32)
         total.add(found, hidden, factor)
 
@@ -89,7 +89,6 @@ def crossover(head: Head, rows: int, device: torch.device, repeats: int) -> list
             gradient[0, torch.randperm(head.vocab, device=device)[: int(share * head.vocab)]] = 2
             times = {name: [milliseconds(work, device) for _ in range(repeats + 1)][1:]
                      for name, work in (("whole", whole), ("compact", compact))}  # fmt: skip
-            total.tensors(device)
             rows_of_table.append({"share": share, **{f"{name}_ms": median(found) for name, found in times.items()}})
     finally:
         active.CROSSOVER = former

@@ -58,7 +58,7 @@ def counted_flops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
         return original(a, b, **options)
 
     original = walk.matmul
-    for module in (walk, weight_gradient, deferred, active):
+    for module in (walk, deferred, active, weight_gradient):
         monkeypatch.setattr(module, "matmul", counted)
 
     def flops() -> float:

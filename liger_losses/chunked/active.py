@@ -18,7 +18,8 @@ Of a vocabulary that is spread over ranks each chooses among its own columns, ag
 them move to their tails, one for each, is then at most the same d of the whole tile's, and nobody has to be asked.
 
 How many columns that makes, the device knows: the count travels to the host while the next tile's projection runs, so
-that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow.
+that waiting for it leaves the device busy. Hence nothing is sized by a guess, and nothing can overflow. Once a tile of
+a call turned out to have too many, the call's other tiles are multiplied whole without being weighed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels import column_extent, gather_columns, gather_rows, matmul, tail_sums, weighted_sum
+from ..kernels import (
+    choose_columns,
+    column_extent,
+    gather_columns,
+    gather_rows,
+    matmul,
+    weighted_sum,
+    wide_dtype,
+)
 from ..kernels.tile_statistics import row_slices
 
 # Above this share of the vocabulary a tile is multiplied whole. On an H200 moving columns costs what it saves at 0.68.
@@ -105,11 +114,34 @@ class TileGradient:
         total = out if one else torch.zeros(out.shape, dtype=wide, device=out.device)
         for ids, entries, tail in self.panels():
             rows = torch.empty(entries.shape[1], weight.shape[1], dtype=weight.dtype, device=weight.device)
-            gather_rows(weight, ids, rows)
-            if tail is not None:
-                rows[tail] = weighted_sum(weight, self.profile)
+            gather_rows(weight, ids, None if tail is None else weighted_sum(weight, self.profile), rows)
             matmul(entries, rows, out=total, accumulate=not one)
         return out if one else out.copy_(total)
+
+
+class HostCount:
+    """A number on its way from the device to the host, one at a time."""
+
+    def __init__(self) -> None:
+        self._on_host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def send(self, count: Tensor) -> None:
+        """Queue its copy."""
+        if not count.is_cuda:
+            self._on_host = count
+            return
+        if self._on_host is None or self._event is None:
+            self._on_host, self._event = torch.empty((), dtype=count.dtype, pin_memory=True), torch.cuda.Event()
+        self._on_host.copy_(count, non_blocking=True)
+        self._event.record(torch.cuda.current_stream(count.device))
+
+    def wait(self) -> int:
+        """The number. Waits until the device has it."""
+        assert self._on_host is not None
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._on_host)
 
 
 class Selection:
@@ -121,73 +153,39 @@ class Selection:
         gradient: Tensor,  # [n, V] up to `scale`
         scale: Tensor | None,  # [n]
         target: Tensor | None,  # [n] columns that are always active; others than these are nobody's, or another rank's
+        count: HostCount,
     ) -> None:
         self._gradient, self._scale = gradient, scale
-        largest, total, squares = column_extent(gradient, scale)
-        self._active = _active_columns(rule, largest, squares, gradient.shape[0], gradient.dtype)
-        if target is not None:
-            # One column more, for targets that are none of the columns here.
-            vocab = gradient.shape[1]
-            named = torch.zeros(vocab + 1, dtype=torch.bool, device=target.device)
-            named.index_fill_(0, torch.where((target >= 0) & (target < vocab), target, vocab), True)
-            self._active |= named[:vocab]
-        self._total = total
-        self._event: torch.cuda.Event | None = None
-        self.count = self._active.sum()
-        if self.count.is_cuda:
-            self._on_host = torch.empty((), dtype=self.count.dtype, pin_memory=True)
-            self._on_host.copy_(self.count, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(self.count.device))
-        else:
-            self._on_host = self.count
+        extent = column_extent(gradient, scale)
+        self._row_sums = extent.row_sums
+        self._choice = choose_columns(extent, target, eps=rule.eps, share=DROPPED[gradient.dtype])
+        self._count = count
+        count.send(self._choice.count)
 
     def gradient(self) -> TileGradient:
         """The tile's active columns, or all of them where there are many. Waits until the device has counted them."""
-        if self._event is not None:
-            self._event.synchronize()
-        count, (rows, vocab) = int(self._on_host), self._gradient.shape
+        count, (rows, vocab) = self._count.wait(), self._gradient.shape
         whole = count > CROSSOVER * vocab
         report = _recording.get()
         if report is not None:
-            report._add(rows, vocab, self.count, self._dropped(whole), whole)
+            report._add(rows, vocab, self._choice.count, self._dropped(whole), whole)
         if whole:
             return TileGradient(self._gradient)
-        ids = torch.nonzero_static(self._active, size=count).squeeze(-1)
-        width = -(-(count + 1) // _ROUND) * _ROUND
+        ids, width = self._choice.ids[:count], -(-(count + 1) // _ROUND) * _ROUND
         entries = torch.empty(rows, width, dtype=self._gradient.dtype, device=self._gradient.device)
-        gather_columns(self._gradient, ids, entries)
-        entries[:, count] = tail_sums(self._gradient, self._active)
-        profile = self._total.masked_fill(self._active, 0)
-        everything = profile.sum()
-        return TileGradient(entries, ids, profile / torch.where(everything > 0, everything, 1))
+        gather_columns(self._gradient, ids, self._row_sums, entries)
+        return TileGradient(entries, ids, self._choice.profile)
 
     def _dropped(self, whole: bool) -> Tensor:
         """Each row's sum of the entries in the tail, in size."""
-        dropped = torch.zeros(self._gradient.shape[0], dtype=self._total.dtype, device=self._total.device)
+        dropped = torch.zeros_like(self._row_sums)
         if whole:
             return dropped
         for rows in row_slices(self._gradient):
-            size = self._gradient[rows].to(dropped.dtype).abs()
-            each = size.masked_fill_(self._active, 0).sum(-1)
+            size = self._gradient[rows].to(dropped.dtype, copy=True).abs_()
+            each = size.masked_fill_(self._choice.active, 0).sum(-1)
             dropped[rows] = each if self._scale is None else each * self._scale[rows].abs()
         return dropped
-
-
-def _active_columns(rule: ActiveVocabulary, largest: Tensor, squares: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """`[V]` bool. A column with NaN is active, and all that are not 0 where the sum is no number: it is to be seen."""
-    if rule.eps is not None:
-        return (largest > rule.eps) | squares.isnan()
-    share = DROPPED[dtype]
-    everything = squares.sum()
-    allowed = share**2 * everything
-    # Two cuts an octave, from one that all columns together cannot exceed to one that a single column can.
-    octaves = max(1, len(squares) - 1).bit_length()
-    steps = torch.arange(2 * octaves + 1, device=squares.device, dtype=squares.dtype)
-    cuts = allowed * torch.exp2(-steps / 2)
-    below = torch.where(squares <= cuts.unsqueeze(-1), squares, 0).sum(-1)
-    cut = torch.where((below <= allowed) & everything.isfinite(), cuts, 0).amax()
-    return ~(squares <= cut) | (largest > 4 * share * (everything / max(rows, 1)).sqrt())
 
 
 @dataclass
@@ -199,7 +197,7 @@ class ActiveVocabularyReport:
     """
 
     tiles: int = 0
-    whole_tiles: int = 0  # multiplied whole: too many of their columns are active
+    whole_tiles: int = 0  # multiplied whole: too many of their columns are active, or were in an earlier tile
     _rows: list[int] = field(default_factory=list)
     _shares: list[Tensor] = field(default_factory=list)
     _dropped: list[Tensor] = field(default_factory=list)
@@ -211,13 +209,18 @@ class ActiveVocabularyReport:
         self._shares.append(count / vocab)
         self._dropped.append(dropped)
 
+    def _add_unweighed(self, entries: Tensor) -> None:
+        self.tiles += 1
+        self.whole_tiles += 1
+        self._dropped.append(torch.zeros(len(entries), dtype=wide_dtype(entries.dtype), device=entries.device))
+
     def _check(self) -> None:
         if not self.tiles:
             raise RuntimeError("nothing was recorded: no gradient was formed with active_vocab inside the block")
 
     @property
     def share(self) -> Tensor:
-        """Mean over tokens of their tile's share of active columns (also of tiles that were multiplied whole)."""
+        """Mean over tokens of their tile's share of active columns: of the tiles that were weighed, whole ones too."""
         self._check()
         parts = [share * rows for share, rows in zip(self._shares, self._rows, strict=True)]
         return torch.stack(parts).sum() / sum(self._rows)
@@ -237,6 +240,14 @@ class ActiveVocabularyReport:
     def dropped_max(self) -> Tensor:
         """Largest of `dropped`."""
         return self.dropped.max()
+
+
+def unweighed(entries: Tensor) -> TileGradient:
+    """A tile that is multiplied whole because an earlier one was."""
+    report = _recording.get()
+    if report is not None:
+        report._add_unweighed(entries)
+    return TileGradient(entries)
 
 
 _recording: contextvars.ContextVar[ActiveVocabularyReport | None] = contextvars.ContextVar("recording", default=None)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..kernels import Emit, differentiable_once, remember_implementation, scaled_cast
 from .active import TileGradient
-from .deferred import backward, finish_weight_gradient, forward, outside_autocast, tile_ranges
+from .deferred import backward, forward, outside_autocast, tile_ranges
 from .head_tensors import HeadTensors
 from .walk import TileWalk
-from .weight_gradient import WeightGradient
+from .weight_gradient import WeightGradient, finish_weight_gradient
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .problem import Problem
 from .teacher import Teacher
 from .tokens import Ranges
 from .walk import State, TileWalk
-from .weight_gradient import WeightGradient, power_of_two_at_least
+from .weight_gradient import WeightGradient, finish_weight_gradient, power_of_two_at_least
 
 
 def describe(
@@ -191,25 +191,6 @@ def _finished_product(
     total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
     total.add(TileGradient(gradient), hidden, factor)
     return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
-
-
-def finish_weight_gradient(
-    totals: tuple[Tensor | None, Tensor | None, Tensor | None],
-    upstream: Tensor | None,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-) -> tuple[Tensor | None, Tensor | None]:
-    """The running sums times `upstream`, each cast once."""
-    weight, bias, unit = totals
-    some = weight if weight is not None else bias
-    if some is None:
-        return None, None
-    scale = some.new_ones(()) if upstream is None else upstream.to(some.dtype)
-    if unit is not None:
-        scale = scale * unit
-    return (
-        None if weight is None else scaled_cast(weight, scale, dtypes[1]),
-        None if bias is None else scaled_cast(bias.squeeze(-1), scale, dtypes[2]),
-    )
 
 
 def _backward_recompute(

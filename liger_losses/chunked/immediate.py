@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation, scaled_cast
 from .active import TileGradient
-from .deferred import finish_weight_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
 from .walk import Coefficients, State, TileWalk
-from .weight_gradient import WeightGradient
+from .weight_gradient import WeightGradient, WeightSums, finish_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class ImmediateFunction(torch.autograd.Function):
             return None, None, None, None
         kept, factor, *totals = ctx.saved_tensors
         hidden = scaled_cast(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
-        weight, bias = finish_weight_gradient(tuple(totals), upstream, ctx.dtypes)
+        weight, bias = finish_weight_gradient(WeightSums(*totals), upstream, ctx.dtypes)
         return hidden if ctx.shard is None else ctx.shard.finish_hidden(hidden), weight, bias, None
 
 
@@ -192,19 +191,23 @@ def _group(
     state = walk.state(group.count, tiles.names)
     buffer = walk.buffer(max(sizes), walk.precision.compute)
     emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
-    done, room = 0, walk.plan.cache_bytes
+    done, room, late = 0, walk.plan.cache_bytes, None
     parts: list[tuple[Ranges, slice, State, TileGradient | None]] = []
     for piece, size, after in zip(pieces, sizes, [*pieces[1:], None], strict=True):
         part, tile, gradient = state.narrow(done, size), walk.tile(piece), None
         walk.project(tile, part, emit, buffer[:size])
         if tiles.only_logprob:
             again = after is None and any(earlier is None for *_, earlier in parts)
-            gradient = walk.gradient(
+            weighed = walk.weigh(
                 buffer[:size], tile, part.gradient_scale, None if again else following if after is None else after
             )
-            if kept is not None:
-                walk.hidden_product(gradient, kept, piece)
-            if after is not None:
+            if after is None and walk.choosing:
+                late = weighed
+            else:
+                gradient = weighed()
+                if kept is not None:
+                    walk.hidden_product(gradient, kept, piece)
+            if after is not None and gradient is not None:
                 gradient = gradient.kept(room)
                 room -= 0 if gradient is None else gradient.entries.nbytes
         parts.append((piece, slice(done, done + size), part, gradient))
@@ -213,6 +216,12 @@ def _group(
     coefficients = tiles.evaluate(group, walk.statistics(state))
     if tiles.only_logprob:
         coefficients = Coefficients(coefficients.factor * state.gradient_scale)
+    if late is not None:
+        # While the host evaluated the loss, the device counted the columns and went on to the next tile.
+        (piece, rows, part, _), gradient = parts.pop(), late()
+        parts.append((piece, rows, part, gradient))
+        if kept is not None:
+            walk.hidden_product(gradient, kept, piece)
     befores = [part[0] for part in parts[:-1]]
     for (piece, rows, part, gradient), before in zip(reversed(parts), [*reversed(befores), following], strict=True):
         entries, tile = buffer[: rows.stop - rows.start], walk.tile(piece)

@@ -110,7 +110,7 @@ def _candidates(p: Problem) -> list[str]:
     if p.only_logprob_grad:
         names.append("cached")
     if p.immediate_allowed and p.separability != "batch":
-        # Of equals the first is taken: with an active vocabulary the one that keeps nothing.
+        # Of equals (nothing to sum) the first is taken: with an active vocabulary the one that keeps nothing.
         names.insert(0 if p.active else len(names), "immediate")
     if not names:
         raise ValueError(
@@ -152,7 +152,7 @@ def cost(plan: Plan) -> float:
     """Time in units of one product: the products themselves plus what is moved besides."""
     p = plan.problem
     moved = 0.0
-    if plan.strategy == "immediate" and p.weight_grad and not p.active:
+    if plan.strategy == "immediate" and p.weight_grad:
         moved = plan.groups * 2 * p.vocab_size * p.hidden_size * p.statistics_bytes
     elif plan.strategy == "recompute":
         blocks = -(-p.vocab_size // plan.vocab_block)

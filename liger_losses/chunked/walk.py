@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from ..kernels import (
     matmul,
     tile_gradient,
 )
-from .active import ActiveVocabulary, Selection, TileGradient
+from .active import ActiveVocabulary, HostCount, Selection, TileGradient, unweighed
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
 from .parallel import VocabularyShard, merge, visit_divergence
@@ -120,7 +120,10 @@ class TileWalk:
         self.precision = precision
         self.plan = plan
         self.active = active
+        self._count = HostCount()  # of a tile's active columns
+        self._flat = False  # a tile had too many active columns: those that follow will have, too
         self._ahead: TokenTile | None = None  # whose first logits are in the buffer already
+        self._teacher_ahead: tuple[Ranges, TeacherTile] | None = None
         self.shard = shard
         self.first_column = 0 if shard is None else shard.first
         self._logits: Tensor | None = None
@@ -302,6 +305,9 @@ class TileWalk:
 
     def teacher_rows(self, ranges: Ranges) -> TeacherTile:
         """The teacher's logits of compact `ranges`, at most `logit_rows` of them."""
+        ahead, self._teacher_ahead = self._teacher_ahead, None
+        if ahead is not None and ahead[0] == ranges:
+            return ahead[1]
         teacher = self.teacher
         assert teacher is not None
         width = teacher.columns(self.vocab_size).teacher
@@ -352,23 +358,45 @@ class TileWalk:
         for rows, piece in tile.slices(self.plan.logit_rows)[:1]:
             matmul(piece.hidden, self.weight.t(), out=self._logits_buffer(rows.stop - rows.start))
             self._ahead = tile
+            if self.teacher is not None and self.teacher.hidden is not None:
+                self._teacher_ahead = piece.ranges, self.teacher_rows(piece.ranges)
+
+    @property
+    def choosing(self) -> bool:
+        """Whether the columns of a tile are still chosen."""
+        return self.active is not None and not self._flat
+
+    def weigh(
+        self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
+    ) -> Callable[[], TileGradient]:
+        """What the products of a tile multiply, given its `G` `[n, V]` up to a `scale` per row: started on, to be asked
+        for late.
+
+        With an active vocabulary the asker waits for the number of its columns. Until then the device projects the tile
+        at `following`, which `project` is to be asked for next.
+        """
+        if self.active is None or entries.shape[0] == 0:
+            return lambda: TileGradient(entries)
+        if self._flat:
+            return lambda: unweighed(entries)
+        labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
+        own = tile.target - self.first_column if labelled else None
+        selection = Selection(self.active, entries, scale, own, self._count)
+        if following is not None:
+            self.project_ahead(following)
+
+        def chosen() -> TileGradient:
+            found = selection.gradient()
+            self._flat = found.columns is None
+            return found
+
+        return chosen
 
     def gradient(
         self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
     ) -> TileGradient:
-        """What the products of a tile multiply, given its `G` `[n, V]` up to a `scale` per row.
-
-        With an active vocabulary the host learns here how many columns there are. It does while the device projects
-        the tile at `following`, which `project` is to be asked for next.
-        """
-        if self.active is None or entries.shape[0] == 0:
-            return TileGradient(entries)
-        labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
-        own = tile.target - self.first_column if labelled else None
-        selection = Selection(self.active, entries, scale, own)
-        if following is not None:
-            self.project_ahead(following)
-        return selection.gradient()
+        """`weigh`, and wait."""
+        return self.weigh(entries, tile, scale, following)()
 
     def hidden_product(self, gradient: TileGradient, kept: Tensor, ranges: Ranges) -> None:
         """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""

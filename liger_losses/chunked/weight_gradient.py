@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..kernels import add_rows, matmul, scaled_cast
+from ..kernels import add_rows, matmul, scaled_cast, tailed_cast
 from .active import TileGradient
 from .head import Precision
 
 
+class WeightSums(NamedTuple):
+    """What the gradients of weight and bias are made of, by one visit to the sums once the upstream factor is known."""
+
+    weight: Tensor | None  # [V, H] fp32 (fp64)
+    bias: Tensor | None  # [V, 1]
+    unit: Tensor | None  # [] that all sums are relative to
+    written: Tensor | None  # [V] bool: rows of `weight` that hold something; None: all
+    profiles: Tensor | None  # [tiles, V]
+    sums: Tensor | None  # [tiles, H]: to `weight` comes `profiles^T sums`
+
+
 class WeightGradient:
     """`dW = sum over tiles of G^T (c * x)` and `db = sum of G^T c`, in fp32 until the one cast in `finish`.
+
+    With an active vocabulary most rows of `dW` receive the tails' part alone. They are never written, and the tails'
+    part, of rank one for each tile, is added where the sum is read to be cast.
 
     fp16 has little room below: there the factor is divided by a power of two not below its largest size so far, the
     sum is kept relative to that, and `finish` multiplies it back in fp32.
@@ -24,6 +40,7 @@ class WeightGradient:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.unit: Tensor | None = None
+        self._written: Tensor | None = None
         self._tails: dict[str, list[tuple[Tensor, Tensor]]] = {"weight": [], "bias": []}
 
     def add(
@@ -38,38 +55,46 @@ class WeightGradient:
             factor = self._relative(factor)
         if self._want_weight:
             scaled = scaled_cast(hidden, factor, hidden.dtype)
-            self.weight = self._accumulate("weight", self.weight, gradient, scaled, self._shape)
+            if gradient.columns is None:
+                self.weight = self._whole(self._filled(self.weight), gradient, scaled, self._shape)
+            else:
+                if self.weight is None:
+                    self.weight = self._empty(self._shape, hidden.device)
+                    self._written = torch.zeros(self._shape[0], dtype=torch.bool, device=hidden.device)
+                self._add_columns("weight", self.weight, self._written, gradient, scaled)
         if self._want_bias:
-            column = factor.to(gradient.entries.dtype).unsqueeze(-1)
-            self.bias = self._accumulate("bias", self.bias, gradient, column, (self._shape[0], 1))
+            column, shape = factor.to(gradient.entries.dtype).unsqueeze(-1), (self._shape[0], 1)
+            if gradient.columns is None:
+                self.bias = self._whole(self.bias, gradient, column, shape)
+            else:
+                self.bias = self._empty(shape, hidden.device).zero_() if self.bias is None else self.bias
+                self._add_columns("bias", self.bias, None, gradient, column)
 
-    def _accumulate(
-        self, name: str, total: Tensor | None, gradient: TileGradient, right: Tensor, shape: tuple[int, int]
-    ) -> Tensor:
-        wide, device = self._precision.statistics, right.device
-        if gradient.columns is None:
-            if total is None:
-                # The first product writes the sum: nothing to zero, nothing to read.
-                empty = torch.empty(shape, dtype=wide, device=device)
-                return matmul(gradient.entries.t(), right, out=empty)
-            return matmul(gradient.entries.t(), right, out=total, accumulate=True)
+    def _empty(self, shape: tuple[int, int], device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=self._precision.statistics, device=device)
+
+    def _whole(self, total: Tensor | None, gradient: TileGradient, right: Tensor, shape: tuple[int, int]) -> Tensor:
         if total is None:
-            total = torch.zeros(shape, dtype=wide, device=device)
+            # The first product writes the sum: nothing to zero, nothing to read.
+            return matmul(gradient.entries.t(), right, out=self._empty(shape, right.device))
+        return matmul(gradient.entries.t(), right, out=total, accumulate=True)
+
+    def _filled(self, total: Tensor | None) -> Tensor | None:
+        """`total` with all rows written."""
+        if total is not None and self._written is not None:
+            total.masked_fill_(self._written.logical_not().unsqueeze(-1), 0)
+            self._written = None
+        return total
+
+    def _add_columns(
+        self, name: str, total: Tensor, written: Tensor | None, gradient: TileGradient, right: Tensor
+    ) -> None:
         for ids, entries, tail in gradient.panels():
-            part = torch.empty(entries.shape[1], shape[1], dtype=wide, device=device)
-            add_rows(total, ids, matmul(entries.t(), right, out=part))
+            part = self._empty((entries.shape[1], total.shape[1]), right.device)
+            add_rows(total, written, ids, matmul(entries.t(), right, out=part))
             if tail is not None:
                 assert gradient.profile is not None
                 self._tails[name].append((gradient.profile, part[tail].clone()))
-        return total
-
-    def _with_tails(self, name: str, total: Tensor | None) -> Tensor | None:
-        """The tails' parts are of rank one each: all tiles' in one visit to the sum."""
-        if total is not None and self._tails[name]:
-            profiles, sums = (torch.stack(parts) for parts in zip(*self._tails[name], strict=True))
-            total.addmm_(profiles.t(), sums)
-            self._tails[name].clear()
-        return total
 
     def _relative(self, factor: Tensor) -> Tensor:
         unit = power_of_two_at_least(factor)
@@ -84,16 +109,46 @@ class WeightGradient:
         self.unit = unit
         return factor / unit
 
-    def tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Weight sum, bias sum and unit, with zeros where no tile contributed."""
+    def tensors(self, device: torch.device) -> WeightSums:
+        """What `finish_weight_gradient` takes, with zeros where no tile contributed."""
+        weight, bias, tails = self.weight, self.bias, self._stacked("weight")
+        if weight is None and self._want_weight:
+            weight = self._empty(self._shape, device).zero_()
+        if bias is None and self._want_bias:
+            bias = self._empty((self._shape[0], 1), device).zero_()
+        profiles, sums = self._stacked("bias")
+        if bias is not None and profiles is not None and sums is not None:
+            bias = torch.addmm(bias, profiles.t(), sums)
+        return WeightSums(weight, bias, self.unit, self._written, *tails)
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=self._precision.statistics, device=device)
+    def _stacked(self, name: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if not self._tails[name]:
+            return None, None
+        profiles, sums = (torch.stack(parts) for parts in zip(*self._tails[name], strict=True))
+        return profiles, sums
 
-        weight, bias = self._with_tails("weight", self.weight), self._with_tails("bias", self.bias)
-        weight = zeros(*self._shape) if weight is None and self._want_weight else weight
-        bias = zeros(self._shape[0], 1) if bias is None and self._want_bias else bias
-        return weight, bias, self.unit
+
+def finish_weight_gradient(
+    totals: WeightSums,
+    upstream: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],  # of hidden, weight, bias
+) -> tuple[Tensor | None, Tensor | None]:
+    """The sums times `upstream`, each cast once."""
+    some = totals.weight if totals.weight is not None else totals.bias
+    if some is None:
+        return None, None
+    scale = some.new_ones(()) if upstream is None else upstream.to(some.dtype)
+    if totals.unit is not None:
+        scale = scale * totals.unit
+    weight = bias = None
+    if totals.weight is not None:
+        if totals.profiles is None or totals.sums is None:
+            weight = scaled_cast(totals.weight, scale, dtypes[1])
+        else:
+            weight = tailed_cast(totals.weight, totals.written, totals.profiles, totals.sums, scale, dtypes[1])
+    if totals.bias is not None:
+        bias = scaled_cast(totals.bias.squeeze(-1), scale, dtypes[2])
+    return weight, bias
 
 
 def power_of_two_at_least(values: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .active_columns import add_rows, gather_columns, gather_rows
 from .bernoulli_tile import INVALID_POSITIVE, BernoulliState, bernoulli_tile
-from .column_extent import column_extent
+from .column_choice import choose_columns
+from .column_extent import ColumnExtent, column_extent
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence, check_of_logits
 from .divergence_sums import divergence_share, divergence_sums
@@ -17,10 +18,11 @@ from .registration import as_remembered, differentiable_once, remember_implement
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
-from .tails import tail_sums, weighted_sum
+from .tailed_cast import tailed_cast
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
+from .weighted_sum import weighted_sum
 
 __all__ = [
     "ACTIVATIONS",
@@ -31,6 +33,7 @@ __all__ = [
     "INVALID_POSITIVE",
     "STATISTICS",
     "BernoulliState",
+    "ColumnExtent",
     "Columns",
     "Divergence",
     "DivergenceState",
@@ -42,6 +45,7 @@ __all__ = [
     "as_remembered",
     "bernoulli_tile",
     "check_of_logits",
+    "choose_columns",
     "column_extent",
     "differentiable_once",
     "divergence_gradient",
@@ -63,7 +67,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "scaled_cast",
-    "tail_sums",
+    "tailed_cast",
     "tile_gradient",
     "visit_bytes",
     "weighted_sum",

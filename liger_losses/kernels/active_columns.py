@@ -1,11 +1,12 @@
 """Moving the active columns of a vocabulary: out of a gradient tile, out of the weight, into a sum over the vocabulary.
 
-`ids` `[A]` are distinct, so that no entry is written twice. The compacted side may be wider than `A`: what is beyond is
-written as 0, and not read.
+`ids` `[A]` are distinct, so that no entry is written twice. The compacted side may be wider than `A`: where it is
+gathered, one more entry stands for all other columns, and what is beyond is 0.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .dispatch import use_triton
@@ -13,51 +14,64 @@ from .dispatch import use_triton
 
 def gather_columns(
     tile: Tensor,  # [rows, V]
-    ids: Tensor,  # [A] int64
-    out: Tensor,  # [rows, C], C >= A
+    ids: Tensor,  # [A]
+    row_sums: Tensor,  # [rows] fp32 (fp64 for fp64)
+    out: Tensor,  # [rows, C], C > A
 ) -> Tensor:
-    """`out[:, i] = tile[:, ids[i]]`."""
-    if out.numel() == 0 or len(ids) == 0:
-        return out.zero_()
+    """`out[:, i] = tile[:, ids[i]]`, and `out[:, A]` is what is missing to the row's sum."""
+    if out.numel() == 0:
+        return out
     if use_triton(tile):
         from .active_columns_triton import gather_columns_triton
 
-        gather_columns_triton(tile, ids, out)
+        gather_columns_triton(tile, ids, row_sums, out)
         return out
-    out[:, : len(ids)] = tile.index_select(1, ids)
-    out[:, len(ids) :] = 0
+    count = len(ids)
+    out[:, :count] = tile.index_select(1, ids)
+    out[:, count] = row_sums - out[:, :count].sum(-1, dtype=row_sums.dtype)
+    out[:, count + 1 :] = 0
     return out
 
 
 def gather_rows(
     weight: Tensor,  # [V, H]
-    ids: Tensor,  # [A] int64
-    out: Tensor,  # [C, H], C >= A
+    ids: Tensor,  # [A]
+    tail: Tensor | None,  # [H]
+    out: Tensor,  # [C, H], C >= A, and C > A with a tail
 ) -> Tensor:
-    """`out[i] = weight[ids[i]]`."""
-    if out.numel() == 0 or len(ids) == 0:
-        return out.zero_()
+    """`out[i] = weight[ids[i]]`, and `out[A] = tail`."""
+    if out.numel() == 0:
+        return out
     if use_triton(weight):
         from .active_columns_triton import gather_rows_triton
 
-        gather_rows_triton(weight, ids, out)
+        gather_rows_triton(weight, ids, tail, out)
         return out
-    out[: len(ids)] = weight.index_select(0, ids)
-    out[len(ids) :] = 0
+    count = len(ids)
+    out[:count] = weight.index_select(0, ids)
+    out[count:] = 0
+    if tail is not None:
+        out[count] = tail
     return out
 
 
 def add_rows(
     total: Tensor,  # [V, H], updated
-    ids: Tensor,  # [A] int64
+    written: Tensor | None,  # [V] bool, updated: rows of `total` that hold something; None: all do
+    ids: Tensor,  # [A]
     part: Tensor,  # [C, H], C >= A
 ) -> Tensor:
-    """`total[ids[i]] += part[i]`."""
+    """`total[ids[i]] += part[i]`, or `=` in rows that hold nothing yet."""
     if len(ids) == 0 or part.numel() == 0:
         return total
     if use_triton(total):
         from .active_columns_triton import add_rows_triton
 
-        add_rows_triton(total, ids, part)
+        add_rows_triton(total, written, ids, part)
         return total
-    return total.index_add_(0, ids, part[: len(ids)])
+    part, ids = part[: len(ids)], ids.long()
+    if written is None:
+        return total.index_add_(0, ids, part)
+    held = written.index_select(0, ids).unsqueeze(-1)
+    written.index_fill_(0, ids, True)
+    return total.index_copy_(0, ids, part + torch.where(held, total.index_select(0, ids), 0))

@@ -6,6 +6,8 @@ which, whatever `G` is the gradient of.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,25 +16,34 @@ from .registration import wide_dtype
 from .tile_statistics import row_slices
 
 
+class ColumnExtent(NamedTuple):
+    """Of a tile `[rows, V]`, in fp32 (fp64 for fp64)."""
+
+    largest: Tensor  # [V] max over r of |scale_r G_rv|
+    total: Tensor  # [V] sum over r of |scale_r G_rv|
+    squares: Tensor  # [V] sum over r of (scale_r G_rv)^2
+    row_sums: Tensor  # [rows] sum over v of G_rv, without the scale
+
+
 def column_extent(
     gradient: Tensor,  # [rows, V]
-    scale: Tensor | None,  # [rows]: the entries are those of `gradient` times this
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`max_r |scale_r G_rv|`, `sum_r |scale_r G_rv|`, `sum_r (scale_r G_rv)^2`: `[V]` each, fp32 (fp64 for fp64).
-
-    A column that holds NaN has sums that are NaN.
-    """
+    scale: Tensor | None,  # [rows]: what is weighed is `gradient` times this
+) -> ColumnExtent:
+    """What the columns weigh, and what the rows add up to, in one visit. A column with NaN has sums that are NaN."""
     if gradient.shape[0] and use_triton(gradient):
         from .column_extent_triton import column_extent_triton
 
         return column_extent_triton(gradient, scale)
     wide = wide_dtype(gradient.dtype)
     largest, total, squares = torch.zeros(3, gradient.shape[1], dtype=wide, device=gradient.device)
+    row_sums = torch.zeros(gradient.shape[0], dtype=wide, device=gradient.device)
     for rows in row_slices(gradient):
-        size = gradient[rows].to(wide).abs()
+        size = gradient[rows].to(wide, copy=True)
+        row_sums[rows] = size.sum(-1)
+        size.abs_()
         if scale is not None:
             size.mul_(scale[rows].abs().unsqueeze(-1))
         torch.maximum(largest, size.amax(0), out=largest)
         total.add_(size.sum(0))
         squares.add_(size.square_().sum(0))
-    return largest, total, squares
+    return ColumnExtent(largest, total, squares, row_sums)

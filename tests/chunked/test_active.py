@@ -19,8 +19,9 @@ from liger_losses import (
     plan,
     record_active_vocabulary,
 )
-from liger_losses.chunked import active
+from liger_losses.chunked import active, walk
 from liger_losses.chunked.active import DROPPED
+from liger_losses.kernels import column_choice, gather_columns
 
 from ..oracle import (
     IGNORE,
@@ -148,6 +149,37 @@ def test_eps_0_of_a_divergence_is_exact(strategy: str, kind: str, hard: float) -
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.usefixtures("never_whole")
+@pytest.mark.parametrize("strategy", ["immediate", "cached"])
+def test_both_heads_are_projected_ahead_and_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(3, 400, dtype=F64)
+    other = make_case(3, 400, 11, 257, dtype=F64, seed=5, trainable=())
+    options: dict[str, Any] = {
+        "teacher_hidden": other.hidden, "teacher_weight": other.weight, "strategy": strategy,
+        "divergence": Divergence(kind="jsd"),
+    }  # fmt: skip
+
+    def call(budget: int, rule: Any = 0.0) -> Tensor:
+        return fused_linear_distillation(*case.head, active_vocab=rule, memory_budget=budget, **options)[0]
+
+    exact = gradients(call(1 << 30, None), case)
+    rows: list[int] = []
+    original = walk.matmul
+
+    def counted(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+        rows.append(len(a) if b.shape == (11, 257) else 0)
+        return original(a, b, **more)
+
+    monkeypatch.setattr(walk, "matmul", counted)
+    with record_active_vocabulary() as report:
+        got = gradients(call(least_budget(call) + 1_200_000), case)
+    assert report.tiles > 2
+    # Cached, all columns are more than there is room for: they are projected again in backward.
+    assert sum(rows) == int((case.target != IGNORE).sum()) * (1 if strategy == "immediate" else 2)
+    for one, two in zip(got, exact, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
+
+
 # The rule.
 
 
@@ -215,7 +247,11 @@ def test_the_tail_is_worth_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
     true = gradients(linear_logprobs(*case.head).sum(), case)
     with record_active_vocabulary() as report:
         got = gradients(linear_logprobs(*case.head, active_vocab=2**-10).sum(), case)
-    monkeypatch.setattr(active, "tail_sums", lambda gradient, chosen: gradient.new_zeros(len(gradient)))
+
+    def without_tail(tile: Tensor, ids: Tensor, row_sums: Tensor, out: Tensor) -> None:
+        gather_columns(tile, ids, row_sums, out)[:, len(ids)] = 0
+
+    monkeypatch.setattr(active, "gather_columns", without_tail)
     left_out = gradients(linear_logprobs(*case.head, active_vocab=2**-10).sum(), case)
     assert report.share < 0.4
     for (one, other, exact), times in zip(zip(got, left_out, true, strict=True), (5, 1.1), strict=True):
@@ -237,8 +273,14 @@ def test_auto_leaves_out_less_than_rounding_does(dtype: torch.dtype, monkeypatch
     monkeypatch.setattr(active, "CROSSOVER", 0.9)
     case = peaked(dtype=dtype)
     seen = []
-    choose = active._active_columns
-    monkeypatch.setattr(active, "_active_columns", lambda *a: seen.append(choose(*a)) or seen[-1])
+    choose = active.choose_columns
+
+    def seeing(*args: Any, **options: Any) -> Any:
+        found = choose(*args, **options)
+        seen.append(found.active)
+        return found
+
+    monkeypatch.setattr(active, "choose_columns", seeing)
     with record_active_vocabulary() as report:
         linear_logprobs(*case.head, active_vocab="auto")
     scored = case.target != IGNORE
@@ -280,6 +322,39 @@ def test_logits_without_peaks_are_multiplied_whole() -> None:
     assert report.share > 0.9
     for one, other in zip(got, gradients(fused_linear_loss(ToyLoss("token"), *case.head)[0], case), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+@pytest.mark.parametrize("flat", ["all", "second half"])
+def test_once_flat_the_following_tiles_are_not_weighed(
+    strategy: str, flat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = peaked(4, 400, dtype=F32)
+    with torch.no_grad():
+        case.hidden[2 if flat == "second half" else 0 :].mul_(0.02)
+    if strategy == "frozen":
+        case.weight.requires_grad_(False)
+    weighed: list[int] = []
+    rule = column_choice.active_columns
+    monkeypatch.setattr(column_choice, "active_columns", lambda *a: weighed.append(1) or rule(*a))
+
+    def call(budget: int) -> Any:
+        return fused_linear_loss(
+            ToyLoss("token"), *case.head, strategy=strategy, active_vocab=1e-5, memory_budget=budget
+        )[0]
+
+    with record_active_vocabulary() as report:
+        got = gradients(call(least_budget(call)), case)
+    assert report.tiles > 6
+    chosen = len(weighed)
+    assert report.whole_tiles == report.tiles - chosen + 1
+    assert chosen == 1 if flat == "all" else 1 < chosen < report.tiles
+    assert len(report.dropped) == int((case.target != IGNORE).sum())
+    assert (report.dropped_max == 0) == (flat == "all")
+    assert 0.1 < report.share <= 1
+    exact = gradients(fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy)[0], case)
+    for one, other in zip(got, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
 
 
 def test_a_gradient_of_zero_and_one_that_is_no_number() -> None:
@@ -417,6 +492,9 @@ def test_the_plan_says_so() -> None:
     assert made.workspace <= made.budget
     assert 3 < made.gemms < 4  # should all columns be active; the unit is larger than a tile
     assert plan(**large, strategy="cached", active_vocab="auto").cache_bytes > 0.1 * 12288 * 128256 * 2
+    one_tile_after_the_other = {**large, "separability": "token", "scored": [8192], "tokens": 8192}
+    flat = plan(**one_tile_after_the_other, active_vocab="auto")
+    assert (flat.strategy, flat.whole_cache) == ("cached", True)  # as without, should the logits be flat
     assert not plan(**large, active_vocab="auto", trainable_head=False, trainable_hidden=False).problem.active
     with pytest.raises(ValueError, match="active_vocab: got one for a loss that differentiates entropy or lse"):
         linear_logprobs(*make_case().head, statistics=("logprob", "entropy"), active_vocab="auto")
@@ -471,10 +549,10 @@ def test_the_plan_is_kept(strategy: str, share: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", 1 << 16)
     chosen = {"most": 0.39, "all": 1.0}[share]
 
-    def choose(rule: Any, largest: Tensor, *rest: Any) -> Tensor:
+    def choose(eps: Any, share: Any, largest: Tensor, *rest: Any) -> Tensor:
         return torch.arange(len(largest)) < chosen * len(largest)
 
-    monkeypatch.setattr(active, "_active_columns", choose)
+    monkeypatch.setattr(column_choice, "active_columns", choose)
     trainable = ("hidden",) if strategy == "frozen" else ("hidden", "weight")
     case = make_case(2, 400, 64, 8192, F32, bias=False, trainable=trainable)
     with torch.no_grad():

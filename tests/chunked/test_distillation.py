@@ -333,7 +333,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         seen.append((a.shape[0], a.shape[1], b.shape[1]))
         return original(a, b, **options)
 
-    for module in (walk, weight_gradient, deferred):
+    for module in (walk, deferred, weight_gradient):
         monkeypatch.setattr(module, "matmul", counted)
     return seen
 

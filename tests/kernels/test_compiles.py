@@ -35,18 +35,20 @@ from triton.compiler import ASTSource  # noqa: E402
 from liger_losses.kernels import (  # noqa: E402
     active_columns_triton,
     bernoulli_tile_triton,
+    column_choice_triton,
     column_extent_triton,
     divergence_sums_triton,
     divergence_tile_triton,
     rows_triton,
     scaled_cast_triton,
-    tails_triton,
+    tailed_cast_triton,
     tile_gradient_triton,
     tile_statistics_triton,
+    weighted_sum_triton,
 )
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-TYPES = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int64: "*i64", torch.int8: "*i8"}
+TYPES = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8"}
 ROWS, COLUMNS = 2, 1000
 
 
@@ -301,21 +303,36 @@ def test_active_vocabulary_kernels(
 ) -> None:
     extent = compiler(column_extent_triton, "_extent_kernel")
     compiler(rows_triton, "_sum_kernel")
-    tails, mean = (compiler(tails_triton, f"_{name}_kernel") for name in ("tail_sums", "weighted_sum"))
+    mean = compiler(weighted_sum_triton, "_weighted_sum_kernel")
+    summed = compiler(column_extent_triton, "_extent_sum_kernel")
+    chosen = [compiler(column_choice_triton, f"_{name}_kernel") for name in ("below", "mark", "compact")]
     columns, gathered, added = (
         compiler(active_columns_triton, f"_{name}_kernel") for name in ("gather_columns", "gather_rows", "add_rows")
     )
-    tile, ids = rows(kind, aligned=aligned), torch.arange(3)
+    tile, ids = rows(kind, aligned=aligned), torch.arange(3, dtype=torch.int32)
     width = 2048 if aligned else 2047
     weight, out, sums, part = (torch.zeros(9, width, dtype=t) for t in (kind, kind, F32, F32))
-    column_extent_triton.column_extent_triton(tile, scale)
-    tails_triton.tail_sums_triton(tile, torch.zeros(COLUMNS, dtype=torch.bool))
-    active_columns_triton.gather_columns_triton(tile, ids, torch.zeros(ROWS, 8, dtype=kind))
-    active_columns_triton.gather_rows_triton(weight, ids, out)
-    active_columns_triton.add_rows_triton(sums, ids, part)
-    tails_triton.weighted_sum_triton(weight, torch.zeros(9))
-    for launch in (extent, tails, mean, columns, gathered, added):
+    weighed = column_extent_triton.column_extent_triton(tile, scale)
+    column_choice_triton.choose_columns_triton(weighed, TARGET, None if aligned else 0.1, 0.1)
+    active_columns_triton.gather_columns_triton(tile, ids, VECTOR, torch.zeros(ROWS, 8, dtype=kind))
+    active_columns_triton.gather_rows_triton(weight, ids, sums[0] if aligned else None, out)
+    active_columns_triton.add_rows_triton(sums, torch.zeros(9, dtype=torch.bool) if aligned else None, ids, part)
+    weighted_sum_triton.weighted_sum_triton(weight, torch.zeros(9))
+    for launch in (extent, summed, *chosen, mean, columns, gathered, added):
         assert launch.assembly
         assert not launch.atomics()  # the same bits twice
-        assert not aligned or launch is columns or launch.vector("ld") == 16
+        assert not aligned or launch in (extent, summed, *chosen, mean, columns) or launch.vector("ld") == 16
+    # These read ahead, into shared memory.
+    for launch in (extent, mean):
+        assert not aligned or re.search(r"cp\.async\.cg\.shared\.global\b.*, 0x10\b", launch.assembly)
     assert not aligned or gathered.vector("st") == added.vector("st") == 16
+
+
+@pytest.mark.parametrize(("dtype", "some"), [(BF16, True), (F16, True), (F32, False)], ids=str)
+def test_tailed_cast_kernel(compiler: Callable[[Any, str], Launch], dtype: torch.dtype, some: bool) -> None:
+    launch = compiler(tailed_cast_triton, "_tailed_cast_kernel")
+    total, profiles, sums = (torch.zeros(size) for size in ((ROWS, 1024), (3, ROWS), (3, 1024)))
+    written = torch.zeros(ROWS, dtype=torch.bool) if some else None
+    tailed_cast_triton.tailed_cast_triton(total, written, profiles, sums, VECTOR[0], total.to(dtype))
+    assert launch.vector("ld") == 16
+    assert launch.vector("st") == 16
