@@ -27,8 +27,8 @@ from .active import ActiveVocabulary, HostCount, Selection, TileGradient, unweig
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
 from .parallel import VocabularyShard, merge, visit_divergence
-from .planner import PRODUCT_ROWS
 from .problem import Plan, padded_columns
+from .strategies import PRODUCT_ROWS
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
 

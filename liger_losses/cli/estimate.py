@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..chunked.planner import STRATEGIES, cost, plan
+from ..chunked.planner import STRATEGIES, plan
 from ..chunked.problem import Plan
+from ..chunked.strategies import cost
 from .gpus import Gpu
 from .models import Head
 from .options import MOST_EXAMPLES, MOST_TOKENS

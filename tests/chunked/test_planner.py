@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_losses.chunked import plan
-from liger_losses.chunked.planner import ROW_BLOCK, STRATEGIES
+from liger_losses.chunked.planner import STRATEGIES
+from liger_losses.chunked.strategies import ROW_BLOCK
 
 LARGE: dict[str, Any] = {"tokens": 8192, "hidden_size": 4096, "vocab_size": 128_256, "separability": "pair",
                          "scored": (4096, 4096)}  # fmt: skip
