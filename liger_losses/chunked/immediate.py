@@ -12,8 +12,9 @@ from torch import Tensor
 from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation, scaled_cast
 from .active import TileGradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
+from .tile import Coefficients
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
-from .walk import Coefficients, State, TileWalk
+from .walk import State, TileWalk
 from .weight_gradient import WeightGradient, WeightSums, finish_weight_gradient
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,68 +29,10 @@ from .head_tensors import HeadTensors, logit_coefficients
 from .parallel import VocabularyShard, merge, visit_divergence
 from .problem import Plan, padded_columns
 from .strategies import PRODUCT_ROWS
+from .tile import Coefficients, TokenTile, slices_of
 from .tokens import Ranges, ScoredOnDevice, split_ranges
 
-
-@dataclass(frozen=True)
-class Coefficients:
-    """`dL/dstatistic` per token, split into a factor per row and what is left for the tile.
-
-    With log-probabilities alone the factor is `dL/dlogprob` and the tile is the same for every loss. Otherwise the
-    factor is the largest of them in size, so that the tile's entries are of order `p` in every dtype.
-    """
-
-    factor: Tensor  # [n]
-    dlogprob: Tensor | None = None  # [n], relative to the factor
-    dentropy: Tensor | None = None
-    dlse: Tensor | None = None
-    dmean_logprob: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        given: tuple[Tensor | None, ...],  # in the order of DIFFERENTIABLE
-        like: Tensor,
-        *,
-        only_logprob: bool,  # the tile holds G; otherwise it holds p, also where all others turn out to be None
-    ) -> Coefficients:
-        if only_logprob:
-            return cls(torch.zeros_like(like) if given[0] is None else given[0])
-        parts = torch.stack([torch.zeros_like(like) if part is None else part for part in given])
-        size = parts.abs().amax(0)
-        relative = parts / torch.where(size == 0, torch.ones_like(size), size)
-        return cls(size, relative[0], *(None if part is None else relative[i] for i, part in enumerate(given) if i))
-
-    def rows(self, rows: slice) -> Coefficients:
-        """Those of some of the tokens."""
-        parts = (self.dlogprob, self.dentropy, self.dlse, self.dmean_logprob)
-        return Coefficients(self.factor[rows], *(None if part is None else part[rows] for part in parts))
-
-
 State = RowState | BernoulliState | DivergenceState
-
-
-@dataclass(frozen=True)
-class TokenTile:
-    """Some scored tokens, gathered."""
-
-    ranges: Ranges  # in compact order
-    hidden: Tensor  # [n, H] in the compute dtype
-    target: Tensor  # [n]
-    transform: LogitTransform
-    positives: Tensor | None  # [n, P]
-
-    def slices(self, step: int) -> list[tuple[slice, TokenTile]]:
-        """The tile in pieces of `step` rows."""
-        pieces = split_ranges(self.ranges, step)
-        return [
-            (rows, self._rows(rows, piece))
-            for rows, piece in zip(_slices(len(self.hidden), step), pieces, strict=False)
-        ]
-
-    def _rows(self, rows: slice, ranges: Ranges) -> TokenTile:
-        positives = None if self.positives is None else self.positives[rows]
-        return TokenTile(ranges, self.hidden[rows], self.target[rows], self.transform.rows(rows), positives)
 
 
 class TileWalk:
@@ -404,7 +346,7 @@ class TileWalk:
         if entries.shape[0] == 0:
             return
         step = PRODUCT_ROWS if gradient.columns is None else entries.shape[0]
-        for piece, rows in zip(split_ranges(ranges, step), _slices(entries.shape[0], step), strict=True):
+        for piece, rows in zip(split_ranges(ranges, step), slices_of(entries.shape[0], step), strict=True):
             direct = self.scored.index is None and len(piece) == 1
             out = kept[slice(*piece[0])] if direct else torch.empty(
                 rows.stop - rows.start, kept.shape[1], dtype=kept.dtype, device=kept.device
@@ -420,7 +362,3 @@ class TileWalk:
         """Room for `G W` of every position; positions that are not scored stay zero."""
         make = torch.empty if self.scored.index is None else torch.zeros
         return make(self.hidden.shape, dtype=self.precision.compute, device=self.hidden.device)
-
-
-def _slices(count: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
