@@ -140,7 +140,9 @@ def _fold(state: RowState, everyone: Tensor) -> None:
     total = (rescale * parts["sum_exp"]).sum(0)
     # What `emit` wrote is relative to this rank's own sum.
     own = state.sum_exp * torch.exp(torch.where(state.max == -math.inf, 0, state.max - highest))
-    state.gradient_scale.mul_(torch.where(total > 0, own / total, own))
+    scale = state.gradient_scale * torch.where(total > 0, own / total, own)
+    # Where this rank has nothing and others something, its entries are 0 up to an infinite factor.
+    state.gradient_scale.copy_(scale.masked_fill((own == 0) & (total > 0), 0))
     if state.weighted is not None:
         state.weighted.copy_((rescale * (parts["weighted"] + shift * parts["sum_exp"])).sum(0))
     if state.sum_sq is not None:
