@@ -57,20 +57,21 @@ class FusedLossOutput(ModelOutput):
         loss: Scalar, as the model's own.
         logits: None.
         aux_loss: Scalar load-balancing loss of a mixture of experts; it is part of `loss` too, times its coefficient.
-        cache, past_key_values, hidden_states, attentions, router_logits: None.
+        cache, past_key_values: Keys and values, with `use_cache=True` among the call's arguments.
+        hidden_states, attentions, router_logits: None.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
-    cache: None = None
+    cache: Any = None
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None
 
     @property
-    def past_key_values(self) -> None:  # transformers' former name of cache
-        return None
+    def past_key_values(self) -> Any:  # transformers' former name of cache
+        return self.cache
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
                 instead = "return_logits=True beside it, which gives the model's own answer"
                 refuse_other_answers(given, instead, self.config, self.config.get_text_config())
                 answer = score(self, record.head, given)
-                return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss)
+                return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss, cache=answer.cache)
         if record.beneath is not None:
             return record.beneath(*args, **kwargs)
         return own_forward(self, *args, **kwargs)

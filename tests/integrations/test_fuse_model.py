@@ -110,7 +110,66 @@ def test_all_masked_batch_gives_a_differentiable_zero() -> None:
     fuse_model(model)
     loss = model(input_ids=batch["input_ids"], labels=torch.full_like(batch["labels"], -100)).loss
     loss.backward()
-    assert loss == 0
+    assert str(loss.item()) == "0.0"
+
+
+# Two sequences in a row, as a data collator for packed rows marks them, and one.
+POSITIONS = {
+    "packed": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6],
+    "one": list(range(12)),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_is_said_of_a_cache_the_loss_is_the_models_own(family: str, positions: str) -> None:
+    """transformers reads packed sequences off their positions where there is neither a mask nor a cache."""
+    model, batch = tiny_model(family), _batch()
+    calls: list[dict[str, Any]] = []
+    padded = torch.ones_like(batch["input_ids"])
+    padded[0, :3] = 0
+    for mask in (None, torch.ones_like(padded), padded):
+        for use_cache in (None, True, False):
+            told = {"attention_mask": mask, "use_cache": use_cache}
+            if POSITIONS[positions] is not None:
+                told["position_ids"] = torch.tensor([POSITIONS[positions]]).expand(3, -1)
+            calls.append({**batch, **{name: value for name, value in told.items() if value is not None}})
+    with torch.no_grad():
+        own = [model(**call) for call in calls]
+        fuse_model(model)
+        for call, expected in zip(calls, own, strict=True):
+            answer, whole = model(**call), model(**call, return_logits=True)
+            scored = model(**call, fused_lm_head=True)
+            for loss in (answer.loss, whole.loss, scored.loss):
+                torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
+            assert answer.logits is None
+            own_cache = getattr(expected, "past_key_values", None)  # RecurrentGemma keeps its states to itself
+            wanted = call.get("use_cache") is True and own_cache is not None
+            for cached in (answer.past_key_values, scored.past_key_values):
+                assert (cached is not None) == wanted
+                if wanted:
+                    assert cached.get_seq_length() == own_cache.get_seq_length() == 12
+    if positions == "packed":  # the case is one: it depends on the cache what the model's own loss is
+        assert own[0].loss != own[2].loss
+        assert own[0].loss == own[1].loss
+
+
+def test_a_cache_is_used_and_made_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model(), _batch()
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        first = model(ids[:, :7], use_cache=True).past_key_values
+    expected = model(input_ids=ids[:, 7:], labels=batch["labels"][:, 7:], past_key_values=copy.deepcopy(first)).loss
+    fuse_model(model)
+    loss = model(input_ids=ids[:, 7:], labels=batch["labels"][:, 7:], past_key_values=first).loss
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    assert first.get_seq_length() == 12
+    made: list[int] = []
+    monkeypatch.setattr(transformers.DynamicCache, "update", lambda *_: made.append(1))
+    model(**batch)
+    model(**batch, attention_mask=torch.ones_like(ids), position_ids=torch.arange(12)[None])
+    assert not made
 
 
 def test_the_rest_of_the_models_answer() -> None:
