@@ -90,6 +90,12 @@ def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> No
     check_shape(name, value, *shapes)
 
 
+def check_constant(name: str, value: Tensor | None) -> None:
+    """Raise for a tensor that waits for a gradient which none will send it."""
+    if value is not None and torch.is_grad_enabled() and value.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires a gradient, expected a constant (detach it)")
+
+
 def check_shape(name: str, value: Tensor, *shapes: tuple[int, ...]) -> None:
     if shapes and tuple(value.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)

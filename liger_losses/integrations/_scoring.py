@@ -144,7 +144,7 @@ def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _needs_no_cache(inputs: dict[str, Any]) -> bool:
-    """Whether the config's `use_cache` may be overruled: nobody asked for a cache, and no mask depends on there being one.
+    """Whether the config's `use_cache` may be overruled: none was asked for, and no mask depends on there being one.
 
     Attention masks do where positions come without a mask: transformers then reads off them which tokens were packed
     into one row, but only without a cache, so that a cache lets tokens see those of other sequences.
