@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_losses.chunked import ScoredTokens, linear_logprobs
 from liger_losses.chunked.placements import gathered
 from liger_losses.integrations._answer import FusedHeadOutput, answer_of
-from liger_losses.integrations._head import HeadOptions, backbone_of, output_head
+from liger_losses.integrations._head import HeadOptions, backbone_of, head_options, output_head
 
 IGNORE_INDEX = -100
 # Field of FusedHeadOutput -> statistic of the engine.
@@ -77,7 +77,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
                          "liger_losses.LigerFusedLinearCrossEntropyLoss(label_smoothing=...).")  # fmt: skip
     if labels is None and shift_labels is None:
         raise ValueError("fused_lm_head=True needs labels or shift_labels: there are no logits to return without them.")
-    inputs = backbone_inputs(model, inputs)
+    inputs = backbone_inputs(model, head, inputs)
     linear = output_head(model)  # per call: FSDP and PEFT replace modules after fusing
     device = linear.linear.weight.device
     target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
@@ -131,8 +131,11 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
     return answer_of(_cache_of(backbone, inputs), loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
-def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def backbone_inputs(model: Any, head: FusedHead, inputs: dict[str, Any]) -> dict[str, Any]:
     """`inputs` as the backbone takes them; raises for what asks for another answer than the fused head's."""
+    if (now := head_options(model.config)) != head.options:
+        raise RuntimeError(f"the config of {head.model} says {now} of its logits, and said {head.options} when the head "
+                           "was fused; unfuse it and fuse it again")  # fmt: skip
     returned = {"return_dict": getattr(model.config, "return_dict", None)}  # the backbone goes by it too
     refuse_other_answers({**returned, **inputs}, "leave fused_lm_head=True out for the model's own answer")
     inputs = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "return_dict")}

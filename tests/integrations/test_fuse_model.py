@@ -241,6 +241,26 @@ class TestRefused:
             model(**_batch())
         assert model(**_batch(), return_logits=True).loss == 0
 
+    @pytest.mark.parametrize(
+        ("family", "change"),
+        [("gemma2", {"final_logit_softcapping": 1.0}), ("gemma2", {"final_logit_softcapping": None}),
+         ("granite", {"logits_scaling": 2.0})],
+    )  # fmt: skip
+    def test_a_config_changed_afterwards(self, family: str, change: dict[str, Any]) -> None:
+        model, batch = tiny_model(family), _batch()
+        fuse_model(model)
+        model(**batch)
+        for name, value in change.items():
+            setattr(model.config, name, value)
+        for asked in ({}, {"fused_lm_head": True}, {"linear_logits": True}):
+            with pytest.raises(RuntimeError, match=r"the config of .* says .* of its logits, and said .* was fused"):
+                model(**batch, **asked)
+        assert model(**batch, return_logits=True).logits is not None
+        unfuse_head(model)
+        own = model(**batch).loss
+        fuse_model(model)
+        torch.testing.assert_close(model(**batch).loss, own, rtol=0, atol=1e-5)
+
     def test_verified_in_evaluation_mode_too(self) -> None:
         class Shifted(transformers.LlamaForCausalLM):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
