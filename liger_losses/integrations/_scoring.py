@@ -134,8 +134,8 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
 def backbone_inputs(model: Any, head: FusedHead, inputs: dict[str, Any]) -> dict[str, Any]:
     """`inputs` as the backbone takes them; raises for what asks for another answer than the fused head's."""
     if (now := head_options(model.config)) != head.options:
-        raise RuntimeError(f"the config of {head.model} says {now} of its logits, and said {head.options} when the head "
-                           "was fused; unfuse it and fuse it again")  # fmt: skip
+        raise RuntimeError(f"the config of {head.model} says {now} of its logits, and said {head.options} when it was "
+                           "fused; unfuse it and fuse it again")  # fmt: skip
     returned = {"return_dict": getattr(model.config, "return_dict", None)}  # the backbone goes by it too
     refuse_other_answers({**returned, **inputs}, "leave fused_lm_head=True out for the model's own answer")
     inputs = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "return_dict")}
