@@ -24,6 +24,14 @@ def check_number(
         raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
 
 
+def check_weights(**weights: object) -> None:
+    """Raise unless all are finite Python numbers >= 0, one of them > 0."""
+    for name, value in weights.items():
+        check_number(name, value, low=0)
+    if not any(weights.values()):
+        raise ValueError(f"{', '.join(weights)}: got 0 for all, expected one > 0")
+
+
 def check_fp32_range(name: str, value: float) -> None:
     """Raise for a number > 0 that fp32 holds as 0 or infinity, or whose inverse it does."""
     if not FP32_RANGE[0] <= value <= FP32_RANGE[1]:
