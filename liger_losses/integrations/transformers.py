@@ -310,8 +310,8 @@ def _without_fused_head(forward: Callable[..., Any] | None) -> Callable[..., Any
 
 _NO_PREDICTIONS = (
     "Trainer collects predictions (for compute_metrics, or in predict), and a fused model answers labels with a loss: "
-    "they will be empty. fuse_model(model, logits_in_eval=True) has them hold logits; prediction_loss_only=True asks for "
-    "none."
+    "they will be empty. fuse_model(model, logits_in_eval=True) has them hold logits; prediction_loss_only=True asks "
+    "for none."
 )
 
 
