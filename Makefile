@@ -46,10 +46,10 @@ test-slow: $(STAMP) ## Run the slow tests
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-demo: $(STAMP) ## Train with DPO on a tiny model, plain and fused
+demo: $(STAMP) ## Train with DPO on a tiny model, plain and fused (about two minutes)
 	$(BIN)/python examples/dpo_trl.py
 
-distill: $(STAMP) ## Distil a wider Llama into a narrower one, from its head and from its top k on disk
+distill: $(STAMP) ## Distil a wider Llama into a narrower one, from its head and from its top k on disk (ten minutes)
 	$(BIN)/python examples/distill.py
 	$(BIN)/python examples/distill_topk.py
 

@@ -1,6 +1,6 @@
 """Distillation over two fused heads: a wider Llama into a narrower one, on the text and on the student's own words.
 
-    python examples/distill.py                                   # minutes on two CPU cores, nothing downloaded
+    python examples/distill.py                      # about five minutes on two CPU cores, nothing downloaded
     python examples/distill.py --teacher Qwen/Qwen2.5-1.5B --student Qwen/Qwen2.5-0.5B --dataset stanfordnlp/imdb
 
 Three students start equal and train for the same number of steps on text drawn alike: one learns the next token,

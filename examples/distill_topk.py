@@ -1,6 +1,6 @@
 """Distillation from a teacher that was asked once: its top k log-probabilities on disk, a student trained from there.
 
-    python examples/distill_topk.py                              # minutes on two CPU cores, nothing downloaded
+    python examples/distill_topk.py                      # about five minutes on two CPU cores, nothing downloaded
     python examples/distill_topk.py --teacher Qwen/Qwen2.5-1.5B --student Qwen/Qwen2.5-0.5B --dataset stanfordnlp/imdb
 
 The teacher reads the text once and leaves, for every token, the ids and log-probabilities of its k most probable next

@@ -1,6 +1,6 @@
 """DPO with TRL on fused heads, from nothing to a chart.
 
-    python examples/dpo_trl.py                                   # minutes on two CPU cores, nothing downloaded
+    python examples/dpo_trl.py                      # about two minutes on two CPU cores, nothing downloaded
     python examples/dpo_trl.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 
 Without `--model` and `--dataset`: text from the standard library, a BPE trained on it, a small Llama warmed up on it,

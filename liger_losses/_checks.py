@@ -24,6 +24,14 @@ def check_number(
         raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
 
 
+def check_weights(**weights: object) -> None:
+    """Raise unless all are finite Python numbers >= 0, one of them > 0."""
+    for name, value in weights.items():
+        check_number(name, value, low=0)
+    if not any(weights.values()):
+        raise ValueError(f"{', '.join(weights)}: got 0 for all, expected one > 0")
+
+
 def check_fp32_range(name: str, value: float) -> None:
     """Raise for a number > 0 that fp32 holds as 0 or infinity, or whose inverse it does."""
     if not FP32_RANGE[0] <= value <= FP32_RANGE[1]:
@@ -88,6 +96,12 @@ def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> No
         seen = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
     check_shape(name, value, *shapes)
+
+
+def check_constant(name: str, value: Tensor | None) -> None:
+    """Raise for a tensor that waits for a gradient which none will send it."""
+    if value is not None and torch.is_grad_enabled() and value.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires a gradient, expected a constant (detach it)")
 
 
 def check_shape(name: str, value: Tensor, *shapes: tuple[int, ...]) -> None:

@@ -378,7 +378,10 @@ def test_what_the_documentation_shows_is_what_is_printed(capsys: pytest.CaptureF
         (["plan"], "plan: which model?"),
         (["plan", "no/such-model"], "no/such-model: no such file"),
         (["plan", ""], "plan: which model?"),
-        (["plan", "llama-3.1-8b", "--loss", "jsd"], "--teacher: goes with the losses fkl and jsd"),
+        (
+            ["plan", "llama-3.1-8b", "--loss", "jsd"],
+            "--teacher: is missing; --loss jsd distils a teacher, so name its model",
+        ),
         (["plan", "llama-3.1-8b", "--loss", "jsd", "--teacher", "qwen3-8b"], "--teacher: its vocabulary has 151,936"),
         (
             ["plan", "llama-3.1-8b", "--chart", "plan.exe"],

@@ -232,6 +232,15 @@ REFUSED: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
     ),
     (LigerFusedLinearJSDLoss, {"compiled": 1}, TypeError, "compiled: got 1"),
     (LigerFusedLinearJSDLoss, {"vocabulary": "both"}, ValueError, "vocabulary: got 'both', expected one of"),
+    *(
+        (
+            module,
+            {"weight_hard_loss": 0.0, "weight_soft_loss": 0},
+            ValueError,
+            "weight_hard_loss, weight_soft_loss: got 0 for all, expected one > 0",
+        )
+        for module in (LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss)
+    ),
     (LigerFusedLinearCosineSimilarityLoss, {"beta": -0.5}, ValueError, "beta: got -0.5, expected a finite number >= 0"),
     (
         LigerFusedLinearJSD,

@@ -56,6 +56,22 @@ def against(liger: type, options: dict[str, Any], *more: str, equal: bool = True
         assert (results[0][0] - results[1][0]).abs() > 1e-3
 
 
+def test_liger_kernel_takes_the_mask_for_weights(liger: type) -> None:
+    """Here a token is scored where the mask is not zero, whatever it is there; there it is a factor."""
+    case = make_case(torch.float32)
+    parts = case.mask * torch.linspace(0.1, 3.0, TOKENS)
+    same = {"advantages": case.inputs["advantages"], OLD: case.inputs[OLD], "bias": case.bias}
+    options: dict[str, Any] = {"beta": 0.0, "use_ref_model": False, "loss_type": "grpo"}
+    values = []
+    for module in (LigerFusedLinearGRPOLoss(**options), liger(**options, compiled=False)):
+        values += [module(case.hidden, case.weight, case.ids, mask, **same)[0] for mask in (case.mask, parts)]
+    assert values[0] == values[1]
+    assert torch.equal(values[0], LigerFusedLinearGRPOLoss(**options)(
+        case.hidden, case.weight, case.ids, -parts.double(), **same)[0])  # fmt: skip
+    torch.testing.assert_close(values[2], values[0])
+    assert (values[3] - values[2]).abs() > 1e-3
+
+
 LIGER_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
 
 

@@ -125,8 +125,7 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError: before any work, for tensors that do not fit together or options without a meaning. A
             target outside `[0, V)` raises where it can be read without waiting (on the CPU, outside torch.compile), and
-            is NaN elsewhere. NotImplementedError for forward-mode derivatives; second derivatives and torch.func
-            transforms are not supported, and raise.
+            is NaN elsewhere. NotImplementedError for forward-mode and second derivatives and torch.func's transforms.
 
     Note:
         Under autocast the products run in the autocast dtype, otherwise in the lower of the two inputs'. Gradients come

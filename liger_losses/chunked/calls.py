@@ -19,6 +19,7 @@ from .immediate import ImmediateCall, ImmediateFunction
 from .loss import (
     KNOWN,
     Loss,
+    check_constants,
     check_loss,
     check_result,
     check_statistics,
@@ -242,6 +243,7 @@ def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> in
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+    check_constants(loss, inputs)
     return unit_rows
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..kernels import wide_dtype
+from ..kernels import transformed, wide_dtype
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -71,9 +71,11 @@ def check_head(
             raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
     assert hidden is not None
     assert weight is not None
-    _refuse_forward_mode(hidden, weight, bias)
+    refuse_transforms(hidden, weight, bias)
     if weight.dim() != 2:
         raise ValueError(f"{names[1]}: got shape {tuple(weight.shape)}, expected [V, H]")
     vocab, width = weight.shape
@@ -96,10 +98,14 @@ def check_head(
             raise ValueError(f"{name}: got device {tensor.device}, expected {hidden.device}, that of {names[0]}")
 
 
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    # The walk has a backward and no forward-mode derivative: left to torch, the tangent would silently be zero.
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Raise for what the walk, which has one backward, knows nothing of: forward-mode AD and functorch's transforms."""
+    if not transformed():
         return
     for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        # Left to torch, the tangent would silently be zero.
+        if tensor is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError("forward-mode derivatives (torch.func.jvp, forward_ad) are not supported")
+        if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise NotImplementedError("torch.func's transforms (grad, vmap, jacrev, ...) are not supported: use "
+                                      "torch.autograd.grad, and tensors with all their rows")  # fmt: skip

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, DTYPES, LogitTransform, RowState, fold_tile, tile_gradient, wide_dtype
-from .head import FLOATING
+from ..kernels import (
+    DIFFERENTIABLE,
+    DTYPES,
+    LogitTransform,
+    RowState,
+    differentiable_once,
+    fold_tile,
+    tile_gradient,
+    wide_dtype,
+)
+from .head import FLOATING, refuse_transforms
 from .head_tensors import HeadTensors, check_head_tensors, logit_coefficients, make_transform
 from .loss import check_differentiable, check_statistics
 from .tokens import check_ignore_index, check_range, check_target, upload
@@ -50,6 +59,7 @@ def logit_statistics(
     if not isinstance(logits, Tensor) or logits.dtype not in FLOATING:
         seen = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits: got {seen}, expected a tensor of one of {', '.join(map(str, FLOATING))}")
+    refuse_transforms(logits)
     if not isinstance(target, Tensor):
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor")
     check_target(target)
@@ -192,6 +202,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.save_for_backward(*tensors, entropy, output[-1])
 
 
+@differentiable_once
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     *tensors, entropy, lse = ctx.saved_tensors
     names, wanted = (text.split(",") for text in ctx.scalars[:2])

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from .._checks import check_constant
 from ..kernels import DIFFERENTIABLE, DISTILLATION, STATISTICS
 from .tokens import SEPARABILITY
 
@@ -20,11 +21,14 @@ KNOWN = tuple(dict.fromkeys((*STATISTICS, *DISTILLATION)))
 class Loss(Protocol):
     """A pure function of per-token statistics, and what the engine must know to call it.
 
-    Two members are optional. `differentiable` names those of `statistics` that the loss differentiates (default: all
+    Four members are optional. `differentiable` names those of `statistics` that the loss differentiates (default: all
     that have a gradient). `unit_rows` is the number of rows of a unit of separability `"pair"` (default 2: chosen and
     rejected; 3 adds one more response); unit `i` of `n` holds the rows `i`, `n + i`, `2 n + i`.
 
-    A third, `prepare(mask, inputs) -> inputs`, is called once with the whole batch, before `totals`: there a loss
+    A third, `constants`, names inputs without a gradient: while gradients are enabled, one that requires a gradient is
+    refused. (Those that are not named get what the loss sends them, from a deferred strategy.)
+
+    A fourth, `prepare(mask, inputs) -> inputs`, is called once with the whole batch, before `totals`: there a loss
     checks its inputs, brings them to a first dimension of rows (for token losses to `[R, T, ...]`) and adds what
     follows from the batch and not from the statistics, such as a weight per token.
 
@@ -109,6 +113,12 @@ def prepared_inputs(loss: Loss, mask: Tensor, inputs: Mapping[str, Tensor]) -> d
     """The inputs as the loss wants them cut into units."""
     prepare = getattr(loss, "prepare", None)
     return dict(inputs if prepare is None else prepare(mask, inputs))
+
+
+def check_constants(loss: Loss, inputs: Mapping[str, Tensor]) -> None:
+    """Raise for an input that waits for a gradient which the loss has none for."""
+    for name in getattr(loss, "constants", ()):
+        check_constant(name, inputs.get(name))
 
 
 def check_differentiable(statistics: tuple[str, ...], asked: tuple[str, ...] | None) -> tuple[str, ...]:

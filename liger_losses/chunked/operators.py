@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DIFFERENTIABLE, DTYPES, DivergenceState, LogitTransform, as_remembered, remember_implementation
+from ..kernels import (
+    DIFFERENTIABLE,
+    DTYPES,
+    DivergenceState,
+    LogitTransform,
+    differentiable_once,
+    remember_implementation,
+)
 from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
 from .head_tensors import HeadTensors
@@ -224,6 +231,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.save_for_backward(hidden, weight, bias, target, index, *tensors, entropy, *output[len(names) :])
 
 
+@differentiable_once
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     hidden, weight, bias, target, index, *tensors, entropy, lse, scale, kept, cache = ctx.saved_tensors
     options = CallOptions(*ctx.scalars)
@@ -233,11 +241,10 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     empty = (None,) * (11 + len(ctx.scalars))
     if all(gradient is None for gradient in asked):
         return (None, None, *empty)
-    with as_remembered(ctx):
-        d_hidden, d_weight, d_bias = token_statistics_backward(
-            *asked, entropy, lse, scale, kept, cache, hidden, weight, bias, target, index, ctx.row_counts, *tensors,
-            *ctx.scalars,
-        )  # fmt: skip
+    d_hidden, d_weight, d_bias = token_statistics_backward(
+        *asked, entropy, lse, scale, kept, cache, hidden, weight, bias, target, index, ctx.row_counts, *tensors,
+        *ctx.scalars,
+    )  # fmt: skip
     return (
         d_hidden if options.needs_hidden else None,
         d_weight if options.needs_weight else None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice
+from ..kernels import differentiable_once
 from .api import linear_logprobs
 from .deferred import outside_autocast
 from .head import Precision, check_head, choose_precision
@@ -127,6 +128,7 @@ class _GatheredLogits(torch.autograd.Function):
         return out if bias is None else out.add_(bias.to(out.dtype)[ids])
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         hidden, weight, ids = ctx.saved_tensors

@@ -67,9 +67,10 @@ def _read(options: argparse.Namespace) -> tuple[Head, Gpu, Step]:
         budget = memory("--memory-budget", budget, gpu.gib, gpu.name)
     if (options.teacher is not None) != (workload.divergence is not None):
         needs = [name for name, one in WORKLOADS.items() if one.divergence]
-        raise CommandError(
-            f"--teacher: goes with the losses {' and '.join(needs)}, which need one; the loss is {options.loss}"
-        )
+        wrong = f"goes with the losses {' and '.join(needs)} alone; the loss is {options.loss}"
+        if options.teacher is None:
+            wrong = f"is missing; --loss {options.loss} distils a teacher, so name its model: --teacher MODEL"
+        raise CommandError(f"--teacher: {wrong}")
     head = find_head(options.model)
     teacher = None if options.teacher is None else find_head(options.teacher)
     if teacher is not None and teacher.vocab_size != head.vocab_size:

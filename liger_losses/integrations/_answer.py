@@ -28,6 +28,7 @@ class FusedHeadOutput(ModelOutput):
         is_top1: Whether the label is the most likely token, bool.
         label_mask: Whether the label is scored, bool.
         aux_loss: Scalar load-balancing loss of a mixture of experts.
+        cache: Keys and values, with `use_cache=True` among the call's arguments.
     """
 
     loss: Tensor | None = None
@@ -38,6 +39,11 @@ class FusedHeadOutput(ModelOutput):
     is_top1: Tensor | None = None
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
+    cache: Any = None
+
+    @property
+    def past_key_values(self) -> Any:  # transformers' former name of cache
+        return self.cache
 
 
 class _Unrounded:
@@ -81,9 +87,9 @@ class _Kept(torch.autograd.Function):
         return upstream, torch.zeros_like(upstream, dtype=ctx.dtype)
 
 
-def answer_of(**fields: Tensor | None) -> FusedHeadOutput:
+def answer_of(cache: Any, **fields: Tensor | None) -> FusedHeadOutput:
     """The answer of these fields."""
     if not (dist.is_available() and dist.is_initialized()):
-        return FusedHeadOutput(**fields)
+        return FusedHeadOutput(cache=cache, **fields)
     wide = {name: value for name, value in fields.items() if value is not None and value.is_floating_point()}
-    return _KeptOutput(**fields, unrounded=_Unrounded(wide))
+    return _KeptOutput(cache=cache, **fields, unrounded=_Unrounded(wide))

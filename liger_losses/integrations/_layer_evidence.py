@@ -3,18 +3,21 @@
 Functions made of analytic operations that agree on an open set agree everywhere, and nearly all layers are made so:
 `Operations` records what a forward runs, and a clamp, a comparison, a dropout or a look at a value is a refusal
 whatever the magnitudes were. Python can still branch on a shape, the rank, the mode or the grad mode, and gradients can
-be cut: those are tried.
+be cut: those are tried. What it asks of torch's state and of a tensor's memory `Questions` records, to be refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.kernels import implementation
@@ -31,8 +34,19 @@ _ARITHMETIC = (
 _ACTIVATIONS = "sigmoid silu gelu tanh erf"
 ANALYTIC = frozenset(f"{_SHAPES} {_ARITHMETIC} {_ACTIVATIONS}".split())
 
+# What a forward may ask of the process and of a tensor's memory, and then do one thing or another.
+AUTOCAST = frozenset(
+    {
+        "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled", "get_autocast_dtype",
+        "get_autocast_cpu_dtype", "get_autocast_gpu_dtype",
+    }
+)  # fmt: skip
+_STATES = AUTOCAST | {"is_inference_mode_enabled", "get_default_dtype", "are_deterministic_algorithms_enabled"}
+_MEMORY = frozenset({"is_contiguous", "stride", "storage_offset", "data_ptr", "is_inference"})
+
 # Every short length, and some longer than the windows, blocks and caches that code asks for.
 LENGTHS = (*range(1, 18), 33, 65, 130, 257, 600)
+DIMENSIONS = range(2, 6)  # of the inputs
 SCALES = (1e-6, 1.0, 40.0, 1500.0, 1e5)
 
 
@@ -52,6 +66,45 @@ class Operations(TorchDispatchMode):
         elif any(isinstance(t, Tensor) and not t.is_floating_point() for t in (out if _is_many(out) else [out])):
             self.strange[f"{name} to whole numbers"] = None
         return out
+
+
+class Questions(TorchFunctionMode):
+    """What is asked, inside the block, of torch's state and of the memory of tensors, by other code than torch's.
+
+    torch's functions of state are no operations: for the length of the block those of the module `torch` take notes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, None] = {}
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Questions:
+        for name in _STATES:
+            if hasattr(torch, name):
+                self._patches.enter_context(mock.patch.object(torch, name, self._noting(name, getattr(torch, name))))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in _MEMORY:
+            self._note(name)
+        return func(*args, **(kwargs or {}))
+
+    def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._note(name)
+            return function(*args, **kwargs)
+
+        return noting
+
+    def _note(self, name: str) -> None:
+        if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "torch":
+            self.asked[name] = None
 
 
 def _is_many(out: Any) -> bool:
@@ -106,6 +159,7 @@ def difference(
     inputs: Callable[..., Tensor],
     share: float,
     allowed: Iterable[str] = (),
+    answered: frozenset[str] = frozenset(),
 ) -> str | None:
     """In what `seen`, the module's own forward, is not `found`; None if in nothing that is tried.
 
@@ -115,6 +169,7 @@ def difference(
         inputs: Random inputs of that shape, but for the last size.
         share: As in `near`.
         allowed: Operations of the module besides the analytic ones.
+        answered: Questions of its forward to which a fused layer has an answer.
     """
     for training in (False, True):
         mode = " in training" if training else ""
@@ -124,16 +179,27 @@ def difference(
         x = inputs(2, 3)
         kept = x.clone()
         operations = Operations(allowed)
-        with operations:
+        with Questions() as questions, operations:
             seen(module, x)
         if operations.strange:
             return f"its forward runs {', '.join(operations.strange)}{mode}"
+        if asked := [name for name in questions.asked if name not in answered]:
+            return f"its forward asks for {', '.join(asked)}{mode}"
         if before != {name: id(value) for name, value in vars(module).items()}:
             return "its forward sets attributes"
         if not torch.equal(x, kept):
             return "its forward writes to its input"
         tried = 0
-        for shape in [*((2 if n < 18 else 1, n) for n in LENGTHS), (3,), (70,), (1, 1), (5, 2), (2, 3, 4), (0, 3)]:
+        for shape in [
+            *((2 if n < 18 else 1, n) for n in LENGTHS),
+            (3,),
+            (70,),
+            (1, 1),
+            (5, 2),
+            (2, 3, 4),
+            (2, 1, 3, 2),
+            (0, 3),
+        ]:
             x = inputs(*shape)
             try:
                 own = seen(module, x)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.integrations._layer_evidence import difference, generator, laboratory, near
+from liger_losses.integrations._layer_evidence import AUTOCAST, difference, generator, laboratory, near
 from liger_losses.kernels import (
     ACTIVATIONS,
     gated_activation,
@@ -145,6 +145,11 @@ def recognise_norm(module: nn.Module) -> Norm:
                 elif norm.kind == "rms" and fits[torch.bfloat16, torch.bfloat16] and reason.startswith("computes"):
                     x, kept = (str(dtype).removeprefix("torch.") for dtype in next(d for d in fits if not fits[d]))
                     reason = f"computes {norm} in bfloat16 and not for {x} inputs with {kept} weights"
+                elif reason.startswith("computes none") and _same_norm(module, forward, norm, width, *_WIDE):
+                    kind = str(norm).replace(f", {norm.casting_mode}", "")
+                    reason = (
+                        f"computes {kind} in float32 alone: in bfloat16 it rounds where known norms compute in float32"
+                    )
     raise Refusal(reason)
 
 
@@ -172,6 +177,8 @@ def _norm_difference(module: nn.Module, forward: Callable[..., Any], norm: Norm,
         lambda scale: with_parameters(_clone(module), scale),
         lambda *shape: torch.randn(*shape, width, generator=generator()),
         2e-5,
+        # Under autocast a LayerNorm's own forward is called.
+        answered=AUTOCAST if norm.kind == "layer" else frozenset(),
     )
 
 
@@ -180,6 +187,9 @@ def _norms(eps_name: str, eps: float, weighted: bool, biased: bool) -> Iterator[
         if not biased:
             yield from (Norm("rms", eps_name, eps, offset, mode) for mode in ("llama", "gemma", "none"))
         yield Norm("layer", eps_name, eps, offset, "")
+
+
+_WIDE = torch.float32, torch.float32
 
 
 def _norm_dtypes(own: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:

@@ -249,7 +249,9 @@ def _refuse(what: str) -> NoReturn:
 def linear_logits(model: Any, head: FusedHead, inputs: dict[str, Any]) -> LinearLogits:
     """What `model(linear_logits=True)` answers: its logits at every position, not multiplied out."""
     linear = output_head(model)
-    hidden = backbone_of(model)(**backbone_inputs(model, inputs)).last_hidden_state.to(linear.linear.weight.device)
+    hidden = backbone_of(model)(**backbone_inputs(model, head, inputs)).last_hidden_state.to(
+        linear.linear.weight.device
+    )
     hidden, weight, bias = linear.operands(hidden)
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_losses.chunked import ScoredTokens, linear_logprobs
 from liger_losses.chunked.placements import gathered
 from liger_losses.integrations._answer import FusedHeadOutput, answer_of
-from liger_losses.integrations._head import HeadOptions, backbone_of, output_head
+from liger_losses.integrations._head import HeadOptions, backbone_of, head_options, output_head
 
 IGNORE_INDEX = -100
 # Field of FusedHeadOutput -> statistic of the engine.
@@ -77,7 +77,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
                          "liger_losses.LigerFusedLinearCrossEntropyLoss(label_smoothing=...).")  # fmt: skip
     if labels is None and shift_labels is None:
         raise ValueError("fused_lm_head=True needs labels or shift_labels: there are no logits to return without them.")
-    inputs = backbone_inputs(model, inputs)
+    inputs = backbone_inputs(model, head, inputs)
     linear = output_head(model)  # per call: FSDP and PEFT replace modules after fusing
     device = linear.linear.weight.device
     target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
@@ -122,23 +122,47 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
     mask = target != ignore_index
     log_probs = fields["log_probs"]
     count = mask.sum().clamp(min=1) if items is None else items
-    loss = -log_probs.sum() / (count.to(device) if isinstance(count, Tensor) else count)
+    # Subtracted from 0, so that a batch in which nothing is scored has the loss 0 and not -0.
+    loss = (0.0 - log_probs.sum()) / (count.to(device) if isinstance(count, Tensor) else count)
     aux_loss = None
     if inputs.get("output_router_logits"):
         aux_loss = _load_balancing_loss(model, backbone, inputs.get("attention_mask")).to(device)
         loss = loss + _router_coefficient(model) * aux_loss
-    return answer_of(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+    return answer_of(_cache_of(backbone, inputs), loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
-def backbone_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def backbone_inputs(model: Any, head: FusedHead, inputs: dict[str, Any]) -> dict[str, Any]:
     """`inputs` as the backbone takes them; raises for what asks for another answer than the fused head's."""
+    if (now := head_options(model.config)) != head.options:
+        raise RuntimeError(f"the config of {head.model} says {now} of its logits, and said {head.options} when it was "
+                           "fused; unfuse it and fuse it again")  # fmt: skip
     returned = {"return_dict": getattr(model.config, "return_dict", None)}  # the backbone goes by it too
     refuse_other_answers({**returned, **inputs}, "leave fused_lm_head=True out for the model's own answer")
     inputs = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "return_dict")}
-    inputs["use_cache"] = False
+    if _needs_no_cache(inputs):
+        inputs["use_cache"] = False
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         inputs.setdefault("output_router_logits", True)
     return inputs
+
+
+def _needs_no_cache(inputs: dict[str, Any]) -> bool:
+    """Whether the config's `use_cache` may be overruled: none was asked for, and no mask depends on there being one.
+
+    Attention masks do where positions come without a mask: transformers then reads off them which tokens were packed
+    into one row, but only without a cache, so that a cache lets tokens see those of other sequences.
+    """
+    if any(inputs.get(name) is not None for name in ("use_cache", "cache", "past_key_values")):
+        return False
+    return inputs.get("position_ids") is None or inputs.get("attention_mask") is not None
+
+
+def _cache_of(backbone: Any, inputs: dict[str, Any]) -> Any:
+    """The keys and values of the call, for the caller who said that he wants them."""
+    if not inputs.get("use_cache"):
+        return None
+    own = getattr(backbone, "cache", None)
+    return getattr(backbone, "past_key_values", None) if own is None else own  # its name until transformers 5.24
 
 
 def refuse_other_answers(inputs: dict[str, Any], instead: str, *configs: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from liger_losses.integrations._layer_evidence import DIMENSIONS
 from liger_losses.integrations._layer_probes import (
     MLP,
     Norm,
@@ -230,7 +231,7 @@ def _norm_forward(norm: Norm, original: Callable[..., Any], unchanged: Unchanged
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get(name)
-        if len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or _is_foreign(x):
+        if len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or x.dim() not in DIMENSIONS or _is_foreign(x):
             return original(self, *args, **kwargs)
         weight, bias, eps = getattr(self, "weight", None), getattr(self, "bias", None), getattr(self, norm.eps_name)
         if isinstance(weight, DTensor) or not isinstance(eps, float) or not unchanged(self):
@@ -250,7 +251,7 @@ def _mlp_forward(mlp: MLP, original: Callable[..., Any], unchanged: Unchanged) -
         x = args[0] if args else kwargs.get(name)
         if len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or isinstance(x, DTensor):
             return original(self, *args, **kwargs)
-        if not unchanged(self):
+        if x.dim() not in DIMENSIONS or not unchanged(self):
             return original(self, *args, **kwargs)
         return mlp(self._modules, x)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
@@ -57,20 +59,21 @@ class FusedLossOutput(ModelOutput):
         loss: Scalar, as the model's own.
         logits: None.
         aux_loss: Scalar load-balancing loss of a mixture of experts; it is part of `loss` too, times its coefficient.
-        cache, past_key_values, hidden_states, attentions, router_logits: None.
+        cache, past_key_values: Keys and values, with `use_cache=True` among the call's arguments.
+        hidden_states, attentions, router_logits: None.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
-    cache: None = None
+    cache: Any = None
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None
 
     @property
-    def past_key_values(self) -> None:  # transformers' former name of cache
-        return None
+    def past_key_values(self) -> Any:  # transformers' former name of cache
+        return self.cache
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,28 @@ def _without_fused_head(forward: Callable[..., Any] | None) -> Callable[..., Any
     return _without_fused_head(beneath)
 
 
+_NO_PREDICTIONS = (
+    "Trainer collects predictions (for compute_metrics, or in predict), and a fused model answers labels with a loss: "
+    "they will be empty. fuse_model(model, logits_in_eval=True) has them hold logits; prediction_loss_only=True asks "
+    "for none."
+)
+
+
+def _evaluation_reads_predictions() -> bool:
+    """Whether this is a call of `transformers.Trainer`'s in evaluation whose answer it keeps beyond the loss.
+
+    Nothing tells a model so but who called it.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "prediction_step":
+            return frame.f_locals.get("prediction_loss_only") is False
+        frame = frame.f_back
+    return False
+
+
 def _fused_forward_of(model_class: type) -> Callable[..., Any]:
     own_forward: Callable[..., Any] = model_class.forward  # type: ignore[attr-defined]
 
@@ -331,8 +356,10 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
                                        "before; call unfuse_head(model) first.")  # fmt: skip
                 instead = "return_logits=True beside it, which gives the model's own answer"
                 refuse_other_answers(given, instead, self.config, self.config.get_text_config())
+                if not self.training and _evaluation_reads_predictions():
+                    warnings.warn(_NO_PREDICTIONS, stacklevel=2)
                 answer = score(self, record.head, given)
-                return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss)
+                return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss, cache=answer.cache)
         if record.beneath is not None:
             return record.beneath(*args, **kwargs)
         return own_forward(self, *args, **kwargs)

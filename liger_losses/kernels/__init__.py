@@ -14,7 +14,7 @@ from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activa
 from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
 from .products import matmul
-from .registration import as_remembered, differentiable_once, remember_implementation, wide_dtype
+from .registration import differentiable_once, remember_implementation, transformed, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import scaled_cast
@@ -42,7 +42,6 @@ __all__ = [
     "RowState",
     "TeacherTile",
     "add_rows",
-    "as_remembered",
     "bernoulli_tile",
     "check_of_logits",
     "choose_columns",
@@ -69,6 +68,7 @@ __all__ = [
     "scaled_cast",
     "tailed_cast",
     "tile_gradient",
+    "transformed",
     "visit_bytes",
     "weighted_sum",
     "wide_dtype",

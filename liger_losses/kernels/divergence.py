@@ -76,7 +76,7 @@ class Divergence:
             KL.
         temperature: > 0, and finite in fp32 like its inverse (and its square where that scales); refused with `cosine`,
             which it cannot change. teacher_temperature: of the teacher alone; None: as `temperature`.
-        soft_weight, hard_weight: >= 0.
+        soft_weight, hard_weight: >= 0, one of them > 0.
         vocabulary: for two vocabularies that agree on their first columns and differ in length: `"shared"` restricts
             both softmaxes of `D` to the columns that both have, at least 2; `"padded"` gives the shorter side
             probability 0 on the rest (so that forward KL is +inf where the teacher has more columns). Not with `cosine`
@@ -115,6 +115,8 @@ class Divergence:
         for name in ("soft_weight", "hard_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a number >= 0")
+        if self.soft_weight == self.hard_weight == 0:
+            raise ValueError("soft_weight, hard_weight: got 0 for both, expected one > 0")
         if not isinstance(self.scale_by_squared_temperature, bool):
             raise TypeError(
                 f"scale_by_squared_temperature: got {self.scale_by_squared_temperature!r}, expected True or False"

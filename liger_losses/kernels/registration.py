@@ -60,7 +60,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         read = _ReadOnce(ctx)
         with torch.no_grad():
             found = backward(read, *upstream)
-        sources = [t for t in (*read.saved_tensors, *upstream) if isinstance(t, Tensor) and t.requires_grad]
+        # An operator's results may be a list, whose gradients come as one.
+        sent = [t for each in upstream for t in (each if isinstance(each, (list, tuple)) else (each,))]
+        sources = [t for t in (*read.saved_tensors, *sent) if isinstance(t, Tensor) and t.requires_grad]
 
         def sealed(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:

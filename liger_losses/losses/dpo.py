@@ -71,6 +71,8 @@ class DPOLoss(DPOObjective):
         if self.use_weighting:
             self.check_pair_weights("use_weighting")
 
+    constants = ("ref_logprobs", "ref_logps")
+
     @property
     def separability(self) -> str:
         # WPO times sft is (mean of the pair weights) times (NLL of the batch): a product of two totals.

@@ -151,6 +151,11 @@ class GRPOLoss(PolicyOptions):
     `entropy` if it is read; `sampler_weight` if there is one; `phi` of vespo; and `value_loss`, divided as the loss is.
     """
 
+    constants = (
+        "advantages", "old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_ratio", "returns", "old_values",
+        _COUNT,
+    )  # fmt: skip
+
     @property
     def separability(self) -> str:
         if self.top_entropy_quantile < 1:

@@ -156,6 +156,8 @@ class SampledKLLoss:
 
     estimator: str = "k2"
 
+    constants = ("teacher_logprobs", "token_weights", "num_items_in_batch")
+
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, tuple(KL_ESTIMATORS))
 

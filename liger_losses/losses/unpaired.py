@@ -165,6 +165,10 @@ class UnpairedLoss:
         check_flag("reference_free", self.reference_free)
 
     @property
+    def constants(self) -> tuple[str, ...]:
+        return ("ref_logprobs", "ref_logps", *self._own_inputs())
+
+    @property
     def separability(self) -> str:
         return "sequence"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_float_tensor
+from .._checks import check_constant, check_float_tensor
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from ..chunked.active import ActiveVocabulary
 from ..chunked.head import check_head
@@ -117,6 +117,7 @@ class Reference:
                 raise ValueError(f"{name}: got None, expected a tensor beside {', '.join(given)}")
             if by_logps:
                 check_float_tensor(name, value, self.known_shape)
+                check_constant(name, value)
         if by_head:
             check_head_as(("ref_input", "ref_weight", "ref_bias"), self.hidden, self.weight, self.bias, target_shape)
 
@@ -124,7 +125,7 @@ class Reference:
         """The loss's input of the reference: `ref_logprobs` from one product of its head, or what was known."""
         known = [value for value in self.known.values() if value is not None]
         if known:
-            return {self.known_as: (known[0] if len(known) == 1 else torch.cat(known)).detach()}
+            return {self.known_as: known[0] if len(known) == 1 else torch.cat(known)}
         if self.hidden is None or self.weight is None:
             return {}
         with torch.no_grad():

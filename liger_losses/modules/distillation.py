@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_number, check_temperature
+from .._checks import check_choice, check_flag, check_number, check_temperature, check_weights
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher, teacher_transform
 from ..chunked.tokens import check_target
@@ -184,7 +184,7 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
     square, and does not concern the cross entropy; it has nothing to do with a temperature of sampling.
 
     Args:
-        weight_hard_loss, weight_soft_loss: >= 0.
+        weight_hard_loss, weight_soft_loss: >= 0, one of them > 0.
         beta: weight of the teacher in the mixture, in [0, 1]: `Divergence(kind="jsd")`; 0 is forward KL, 1 reverse KL.
         ignore_index: labels that are not scored, in either part.
         temperature: > 0.
@@ -218,8 +218,7 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
         teacher_logit_scale: float | None = None,
         **engine: Unpack[HeadOptions],
     ) -> None:
-        check_number("weight_hard_loss", weight_hard_loss, low=0)
-        check_number("weight_soft_loss", weight_soft_loss, low=0)
+        check_weights(weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss)
         super().__init__(
             Divergence(
                 kind="jsd", beta=beta, temperature=temperature, soft_weight=weight_soft_loss,
@@ -268,8 +267,7 @@ class LigerFusedLinearCosineSimilarityLoss(_SoftAndHard):
         teacher_logit_scale: float | None = None,
         **engine: Unpack[HeadOptions],
     ) -> None:
-        check_number("weight_hard_loss", weight_hard_loss, low=0)
-        check_number("weight_soft_loss", weight_soft_loss, low=0)
+        check_weights(weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss)
         check_number("beta", beta, low=0)
         check_temperature("temperature", temperature)
         super().__init__(

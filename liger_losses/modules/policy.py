@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_flag, check_shape
+from ..chunked.loss import check_constants
 from ..chunked.tokens import check_target
 from ..losses import GRPOLoss
 from ..losses.policy_types import POLICY_TYPES
@@ -172,7 +173,11 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...] | dict[str, Tensor]]:
         """The loss, and `(kl, clip_ratio)` (without `kl` for `beta=0`), detached means over scored tokens.
 
-        What stands at masked positions, of any tensor, is never read. Without `old_per_token_logps` the rollouts are
+        A token is scored where `attention_mask` is not zero, whatever number it is there: a mask, of any dtype, and no
+        weight (liger-kernel multiplies by it). Weights of tokens go into `advantages` `[B, T]`.
+
+        What stands at masked positions, of any tensor, is never read. All tensors beside the head and `values` are
+        constants: one that requires a gradient is refused. Without `old_per_token_logps` the rollouts are
         the policy's own. The reference is a head and hidden states, or its log-probabilities. `vllm_is_ratio` is a
         ready-made weight of the policy term; `sampling_per_token_logps` are for `sampler_mode`, which makes one.
         `num_items_in_batch` counts the scored tokens of the whole optimiser step, over all processes; `values`,
@@ -230,6 +235,7 @@ def _check_inputs(loss: GRPOLoss, shape: tuple[int, ...], inputs: dict[str, Tens
     reference = {"ref_logprobs": torch.empty(shape, device="meta")} if loss.beta != 0 else {}
     try:
         loss.check_inputs(shape, {**inputs, **reference})
+        check_constants(loss, inputs)
     except (TypeError, ValueError) as error:
         message = str(error)
         for name, caller in _NAMES.items():

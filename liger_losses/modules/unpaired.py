@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import check_flag, check_float_tensor
+from .._checks import check_constant, check_flag, check_float_tensor
 from ..chunked import ScoredTokens
 from ..losses.unpaired import BCOLoss, KTOLoss, UnpairedLoss, check_labels, running_mean
 from .base import CallOptions, Reference, check_rows, fused_loss
@@ -164,7 +164,8 @@ class LigerFusedLinearKTOLoss(_UnpairedModule):
         if kl is not None:
             assert isinstance(self.loss, KTOLoss)
             self.loss.check_kl("kl", kl, rows)
-            inputs["kl"] = (kl.reshape(()) if kl.shape == (1,) else kl).detach()
+            check_constant("kl", kl)
+            inputs["kl"] = kl.reshape(()) if kl.shape == (1,) else kl
         reference = Reference(ref_input, ref_weight, ref_bias, {"ref_logps": ref_logps}, (rows,))
         return self._call(self.loss, _input, lin_weight, target, bias, reference, inputs)
 
@@ -275,8 +276,9 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
             loss = dataclasses.replace(loss, shift_includes_batch=False)
         if shift is not None:
             check_float_tensor("shift", shift, ())
+            check_constant("shift", shift)
         count, mean = self.running_count, self.running_mean
-        inputs = {"labels": preference_labels, "shift": mean if shift is None else shift.detach()}
+        inputs = {"labels": preference_labels, "shift": mean if shift is None else shift}
         if loss.shift_includes_batch:
             inputs["shift_count"] = count
         reference = Reference(ref_input, ref_weight, ref_bias, {"ref_logps": ref_logps}, (rows,))

@@ -510,6 +510,11 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
         ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a number > 0"),
         ({"temperature": "hot"}, TypeError, "temperature: got 'hot', expected a number"),
         ({"hard_weight": -1.0}, ValueError, "hard_weight: got -1.0, expected a number >= 0"),
+        (
+            {"soft_weight": 0, "hard_weight": 0.0},
+            ValueError,
+            "soft_weight, hard_weight: got 0 for both, expected one > 0",
+        ),
         ({"vocabulary": "union"}, ValueError, "vocabulary: got 'union', expected one of ('shared', 'padded')"),
         ({"scale_by_squared_temperature": 1}, TypeError, "scale_by_squared_temperature: got 1, expected True or False"),
         ({"temperature": 1e-40}, ValueError, "temperature: got 1e-40, expected 1.2e-38 to 3.4e+38, so that it and its"),

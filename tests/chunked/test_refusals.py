@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from liger_losses.chunked import ScoredTokens, api, fused_linear_loss, linear_logprobs, plan
+from liger_losses import LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked import (
+    ScoredTokens,
+    api,
+    fused_linear_loss,
+    linear_logprobs,
+    linear_topk_logprobs,
+    logit_statistics,
+    plan,
+)
 from liger_losses.chunked.walk import TileWalk
 
 from ..oracle import ToyLoss, make_case
@@ -52,8 +61,9 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": TARGET[:, :4]}, ValueError, "target: got shape (4, 4), expected (4, 5), that of hidden"),
     ({"bias": BIAS[:19]}, ValueError, "bias: got shape (19,), expected (20,)"),
     ({"bias": BIAS[:, None]}, ValueError, "bias: got shape (20, 1), expected (20,)"),
-    ({"weight": WEIGHT.to(META)}, ValueError, "weight: got device meta, expected cpu, that of hidden"),
-    ({"bias": BIAS.to(META)}, ValueError, "bias: got device meta, expected cpu, that of hidden"),
+    ({"hidden": HIDDEN.to(META)}, ValueError, "hidden: got a tensor on meta, which holds no values; expected one"),
+    ({"weight": WEIGHT.to(META)}, ValueError, "weight: got a tensor on meta, which holds no values; expected one"),
+    ({"bias": BIAS.to(META)}, ValueError, "bias: got a tensor on meta, which holds no values; expected one"),
     ({"target": TARGET.clamp_min(0) + 17}, ValueError, "expected a class in [0, 20) or ignore_index=-100"),
     ({"target": TARGET.masked_fill(TARGET < 0, -1)}, ValueError, "target: got -1 at row 1, position 0"),
     ({"target": ScoredTokens(TARGET, -1)}, ValueError, "ignore_index: got -100, but target was read with -1"),
@@ -251,6 +261,31 @@ def test_forward_mode_is_refused(trainable: bool) -> None:
         torch.func.jvp(lambda h: linear_logprobs(h, weight, TARGET), (hidden,), (torch.ones_like(hidden),))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         linear_logprobs(forward_ad.make_dual(hidden, torch.ones_like(hidden)), weight, TARGET)
+
+
+@pytest.mark.parametrize("name", ["linear_logprobs", "linear_topk_logprobs", "cross entropy", "logit_statistics"])
+def test_functorch_transforms_are_refused(name: str) -> None:
+    weight = WEIGHT.detach()
+
+    def call(hidden: torch.Tensor) -> torch.Tensor:
+        if name == "linear_logprobs":
+            return linear_logprobs(hidden, weight, TARGET).sum()
+        if name == "linear_topk_logprobs":
+            return linear_topk_logprobs(hidden, weight, TARGET.unsqueeze(-1)).sum()
+        if name == "cross entropy":
+            return LigerFusedLinearCrossEntropyLoss()(weight, hidden, TARGET)
+        return logit_statistics(hidden @ weight.T, TARGET)["logprob"].sum()
+
+    hidden = HIDDEN.detach()
+    for transform, x in (
+        (torch.func.grad, hidden),
+        (torch.func.jacrev, hidden),
+        (torch.vmap, hidden.expand(2, 4, 5, 6)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func's transforms .* are not supported"):
+            transform(call)(x)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(call, (hidden,), (hidden,))
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,7 @@ def refusals() -> None:
         lambda: vocab_parallel(half.to("meta"), world), ValueError, "weight: got device meta, expected that of hidden"
     )
     spread = distribute_tensor(weight, mesh, [Shard(0)])
-    _refused(
-        lambda: linear_logprobs(hidden.to("meta"), spread, target), ValueError, "weight: got device cpu, expected meta"
-    )
+    _refused(lambda: linear_logprobs(hidden.to("meta"), spread, target), ValueError, "hidden: got a tensor on meta")
     _refused(
         lambda: linear_logprobs(hidden, spread, target, bias),
         ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,66 @@ def test_all_masked_batch_gives_a_differentiable_zero() -> None:
     fuse_model(model)
     loss = model(input_ids=batch["input_ids"], labels=torch.full_like(batch["labels"], -100)).loss
     loss.backward()
-    assert loss == 0
+    assert str(loss.item()) == "0.0"
+
+
+# Two sequences in a row, as a data collator for packed rows marks them, and one.
+POSITIONS = {
+    "packed": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6],
+    "one": list(range(12)),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_is_said_of_a_cache_the_loss_is_the_models_own(family: str, positions: str) -> None:
+    """transformers reads packed sequences off their positions where there is neither a mask nor a cache."""
+    model, batch = tiny_model(family), _batch()
+    calls: list[dict[str, Any]] = []
+    padded = torch.ones_like(batch["input_ids"])
+    padded[0, :3] = 0
+    for mask in (None, torch.ones_like(padded), padded):
+        for use_cache in (None, True, False):
+            told = {"attention_mask": mask, "use_cache": use_cache}
+            if POSITIONS[positions] is not None:
+                told["position_ids"] = torch.tensor([POSITIONS[positions]]).expand(3, -1)
+            calls.append({**batch, **{name: value for name, value in told.items() if value is not None}})
+    with torch.no_grad():
+        own = [model(**call) for call in calls]
+        fuse_model(model)
+        for call, expected in zip(calls, own, strict=True):
+            answer, whole = model(**call), model(**call, return_logits=True)
+            scored = model(**call, fused_lm_head=True)
+            for loss in (answer.loss, whole.loss, scored.loss):
+                torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
+            assert answer.logits is None
+            own_cache = getattr(expected, "past_key_values", None)  # RecurrentGemma keeps its states to itself
+            wanted = call.get("use_cache") is True and own_cache is not None
+            for cached in (answer.past_key_values, scored.past_key_values):
+                assert (cached is not None) == wanted
+                if wanted:
+                    assert cached.get_seq_length() == own_cache.get_seq_length() == 12
+    if positions == "packed":  # the case is one: it depends on the cache what the model's own loss is
+        assert own[0].loss != own[2].loss
+        assert own[0].loss == own[1].loss
+
+
+def test_a_cache_is_used_and_made_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model(), _batch()
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        first = model(ids[:, :7], use_cache=True).past_key_values
+    expected = model(input_ids=ids[:, 7:], labels=batch["labels"][:, 7:], past_key_values=copy.deepcopy(first)).loss
+    fuse_model(model)
+    loss = model(input_ids=ids[:, 7:], labels=batch["labels"][:, 7:], past_key_values=first).loss
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    assert first.get_seq_length() == 12
+    made: list[int] = []
+    monkeypatch.setattr(transformers.DynamicCache, "update", lambda *_: made.append(1))
+    model(**batch)
+    model(**batch, attention_mask=torch.ones_like(ids), position_ids=torch.arange(12)[None])
+    assert not made
 
 
 def test_the_rest_of_the_models_answer() -> None:
@@ -181,6 +241,26 @@ class TestRefused:
         with pytest.raises(RuntimeError, match=r"loss_function was set after fuse_model\(model\)"):
             model(**_batch())
         assert model(**_batch(), return_logits=True).loss == 0
+
+    @pytest.mark.parametrize(
+        ("family", "change"),
+        [("gemma2", {"final_logit_softcapping": 1.0}), ("gemma2", {"final_logit_softcapping": None}),
+         ("granite", {"logits_scaling": 2.0})],
+    )  # fmt: skip
+    def test_a_config_changed_afterwards(self, family: str, change: dict[str, Any]) -> None:
+        model, batch = tiny_model(family), _batch()
+        fuse_model(model)
+        model(**batch)
+        for name, value in change.items():
+            setattr(model.config, name, value)
+        for asked in ({}, {"fused_lm_head": True}, {"linear_logits": True}):
+            with pytest.raises(RuntimeError, match=r"the config of .* says .* of its logits, and said .* was fused"):
+                model(**batch, **asked)
+        assert model(**batch, return_logits=True).logits is not None
+        unfuse_head(model)
+        own = model(**batch).loss
+        fuse_model(model)
+        torch.testing.assert_close(model(**batch).loss, own, rtol=0, atol=1e-5)
 
     def test_verified_in_evaluation_mode_too(self) -> None:
         class Shifted(transformers.LlamaForCausalLM):
@@ -299,6 +379,30 @@ def test_three_steps_of_trainer_equal_its_own(name: str, tmp_path: Path) -> None
 def test_trainer_with_experts(tmp_path: Path) -> None:
     expected = run(_trainer(tmp_path / "native", {}, fuse=False, family="mixtral"))
     assert_same(run(_trainer(tmp_path / "fused", {}, fuse=True, family="mixtral")), expected, 1e-5)
+
+
+def test_trainer_that_collects_predictions_is_told_that_there_are_none(tmp_path: Path) -> None:
+    seen = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions)
+        return {}
+
+    trainer = _trainer(tmp_path, {"max_steps": 1}, fuse=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.evaluate()
+    trainer.compute_metrics = metrics
+    for collect in (trainer.evaluate, lambda: trainer.predict(trainer.eval_dataset)):
+        with pytest.warns(UserWarning, match=r"they will be empty\. fuse_model\(model, logits_in_eval=True\)"):
+            collect()
+    assert [len(predictions) for predictions in seen] == [0, 0]
+    unfuse_head(trainer.model)
+    fuse_model(trainer.model, logits_in_eval=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.evaluate()
+    assert seen[-1].shape == (4, 12, 200)
 
 
 def test_trainer_with_compute_metrics(tmp_path: Path) -> None:

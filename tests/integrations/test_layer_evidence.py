@@ -74,6 +74,82 @@ def test_norms_that_agree_only_somewhere(forward: Callable[..., Any], why: str, 
     assert "forward" not in vars(norm)
 
 
+class Contiguity(nn.Module):
+    """An activation that asks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) if x.is_contiguous() else F.gelu(x)
+
+
+@pytest.mark.parametrize(
+    ("state", "asked"),
+    [
+        (lambda x: x.is_contiguous(), "is_contiguous"),
+        (lambda x: x.stride(-1) == 1, "stride"),
+        (lambda x: not x.is_inference(), "is_inference"),
+        (lambda x: x.storage_offset() == 0, "storage_offset"),
+        (lambda x: x.data_ptr() % 16 == 0, "data_ptr"),
+        (lambda x: not torch.is_autocast_enabled(), "is_autocast_enabled"),
+        (lambda x: not torch.is_autocast_enabled("cuda"), "is_autocast_enabled"),
+        (lambda x: torch.get_autocast_dtype("cpu") == torch.bfloat16, "get_autocast_dtype"),
+        (lambda x: not torch.is_inference_mode_enabled(), "is_inference_mode_enabled"),
+        (lambda x: torch.get_default_dtype() == torch.float32, "get_default_dtype"),
+        (lambda x: not torch.are_deterministic_algorithms_enabled(), "are_deterministic_algorithms_enabled"),
+    ],
+)
+def test_forwards_that_ask_for_a_state(state: Callable[[Tensor], bool], asked: str) -> None:
+    """Whatever they then do: the one answer was tried, and not the other."""
+    before = getattr(torch, asked, None)
+    for layer in (
+        made(Norm, lambda self, x: Norm.forward(self, x) * (1.0 if state(x) in (True, False) else 2.0)),
+        made(MLP, lambda self, x: MLP.forward(self, x) * (1.0 if state(x) in (True, False) else 2.0)),
+    ):
+        report = fuse_layers(layer)
+        assert not report.replaced
+        ((_, reason),) = report.refused
+        assert f"its forward asks for {asked}" in reason
+    assert getattr(torch, asked, None) is before
+
+
+def test_a_child_that_asks() -> None:
+    mlp = MLP(SIZES)
+    mlp.act_fn = Contiguity()
+    ((_, reason),) = fuse_layers(mlp).refused
+    assert "asks for is_contiguous" in reason
+
+
+def test_torch_may_ask_itself() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return Norm.forward(self, x)
+
+    assert fuse_layers(made(Norm, forward)).replaced
+
+
+@pytest.mark.parametrize("base", [Norm, MLP])
+def test_ranks(base: type[nn.Module]) -> None:
+    """Up to five dimensions are tried; with others the layer's own forward is called."""
+    ((_, reason),) = fuse_layers(
+        made(base, lambda self, x: base.forward(self, x) * (2.0 if x.dim() == 5 else 1.0))
+    ).refused
+    assert "differs for inputs of 5 dimensions" in reason
+    layer = made(base, lambda self, x: base.forward(self, x) * (2.0 if x.dim() in (1, 6) else 1.0))
+    assert fuse_layers(layer).replaced
+    x = torch.randn(16 if base is Norm else 8)
+    torch.testing.assert_close(layer(x), 2 * layer(x[None])[0])
+    torch.testing.assert_close(layer(x.view(1, 1, 1, 1, 1, -1)), 2 * layer(x.view(1, 1, 1, 1, -1))[None])
+
+
+def test_a_norm_that_rounds_in_sixteen_bits() -> None:
+    def textbook(self: Any, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+
+    ((_, reason),) = fuse_layers(made(Norm, textbook)).refused
+    assert reason == "computes RMSNorm (w) in float32 alone: in bfloat16 it rounds where known norms compute in float32"
+    ((_, reason),) = fuse_layers(made(Norm, lambda self, x: 2 * textbook(self, x))).refused
+    assert reason == "computes none of the known norms"
+
+
 def gated(self: Any, x: Tensor) -> Tensor:
     return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
 

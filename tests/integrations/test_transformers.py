@@ -210,7 +210,7 @@ def test_backbone_receives_every_other_input(monkeypatch: pytest.MonkeyPatch) ->
     pixels = torch.ones(1)
     model(**batch, pixel_values=pixels, use_cache=True, fused_lm_head=True)
     assert seen["pixel_values"] is pixels
-    assert seen["use_cache"] is False
+    assert seen["use_cache"] is True
     assert "labels" not in seen
 
 
