@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
@@ -308,28 +306,6 @@ def _without_fused_head(forward: Callable[..., Any] | None) -> Callable[..., Any
     return _without_fused_head(beneath)
 
 
-_NO_PREDICTIONS = (
-    "Trainer collects predictions (for compute_metrics, or in predict), and a fused model answers labels with a loss: "
-    "they will be empty. fuse_model(model, logits_in_eval=True) has them hold logits; prediction_loss_only=True asks "
-    "for none."
-)
-
-
-def _evaluation_reads_predictions() -> bool:
-    """Whether this is a call of `transformers.Trainer`'s in evaluation whose answer it keeps beyond the loss.
-
-    Nothing tells a model so but who called it.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "prediction_step":
-            return frame.f_locals.get("prediction_loss_only") is False
-        frame = frame.f_back
-    return False
-
-
 def _fused_forward_of(model_class: type) -> Callable[..., Any]:
     own_forward: Callable[..., Any] = model_class.forward  # type: ignore[attr-defined]
 
@@ -356,8 +332,6 @@ def _fused_forward_of(model_class: type) -> Callable[..., Any]:
                                        "before; call unfuse_head(model) first.")  # fmt: skip
                 instead = "return_logits=True beside it, which gives the model's own answer"
                 refuse_other_answers(given, instead, self.config, self.config.get_text_config())
-                if not self.training and _evaluation_reads_predictions():
-                    warnings.warn(_NO_PREDICTIONS, stacklevel=2)
                 answer = score(self, record.head, given)
                 return FusedLossOutput(loss=answer.loss, aux_loss=answer.aux_loss, cache=answer.cache)
         if record.beneath is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -379,30 +378,6 @@ def test_three_steps_of_trainer_equal_its_own(name: str, tmp_path: Path) -> None
 def test_trainer_with_experts(tmp_path: Path) -> None:
     expected = run(_trainer(tmp_path / "native", {}, fuse=False, family="mixtral"))
     assert_same(run(_trainer(tmp_path / "fused", {}, fuse=True, family="mixtral")), expected, 1e-5)
-
-
-def test_trainer_that_collects_predictions_is_told_that_there_are_none(tmp_path: Path) -> None:
-    seen = []
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        seen.append(prediction.predictions)
-        return {}
-
-    trainer = _trainer(tmp_path, {"max_steps": 1}, fuse=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        trainer.evaluate()
-    trainer.compute_metrics = metrics
-    for collect in (trainer.evaluate, lambda: trainer.predict(trainer.eval_dataset)):
-        with pytest.warns(UserWarning, match=r"they will be empty\. fuse_model\(model, logits_in_eval=True\)"):
-            collect()
-    assert [len(predictions) for predictions in seen] == [0, 0]
-    unfuse_head(trainer.model)
-    fuse_model(trainer.model, logits_in_eval=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        trainer.evaluate()
-    assert seen[-1].shape == (4, 12, 200)
 
 
 def test_trainer_with_compute_metrics(tmp_path: Path) -> None:
