@@ -34,7 +34,7 @@ __all__ = [
 _WEIGHTS = ("lin_weight", "student_weight", "weight")
 _BIASES = ("bias", "student_bias")
 
-_agreed: dict[tuple[dist.ProcessGroup, int, int | None, int | None], tuple[int, ...]] = {}
+# Local objects alone: whether one is found here sets off no collective, and may differ from rank to rank.
 _meshes: dict[tuple[dist.ProcessGroup, str, str], DeviceMesh] = {}
 
 
@@ -132,7 +132,8 @@ def vocab_parallel(
             leave a gap, are empty or are not `vocab_size` in all.
 
     Note:
-        Of a plain tensor, the sizes are exchanged the first time they are seen: a collective that all ranks must enter.
+        Of a plain tensor, every call exchanges the sizes: a small collective that all ranks of the group must enter, and
+        on an accelerator wait for. Call it once, outside of the loop: what it returns may be used in every step.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -155,10 +156,7 @@ def vocab_parallel(
         raise ValueError("weight: got device meta, expected that of hidden: it has no values yet")
     device = local.device.type
     if rows is None:
-        said = (owner, local.shape[0], first, vocab_size)
-        if said not in _agreed:
-            _agreed[said] = group_bounds(owner, local.shape[0], first, vocab_size)
-        bounds = _agreed[said]
+        bounds = group_bounds(owner, local.shape[0], first, vocab_size)
     else:
         bounds = chunked_bounds(owner.size(), rows)
     rows, key = bounds[-1], (owner, device, mesh_name(bounds))

@@ -73,6 +73,8 @@ class Call:
         self.tensors = check_head_tensors(
             given, names, self.shape, self.vocab_size, self.weight.device, self.targets, self.ignore_index
         )
+        if self.tensors.teacher is not None and self.shard is None:  # beside a shard the teacher's columns are as many
+            self.tensors.teacher.check_shared(self.vocab_size)
 
     def choose_columns(self, active_vocab: object, differentiable: tuple[str, ...]) -> None:
         """Check and take the rule by which columns enter the gradient products."""

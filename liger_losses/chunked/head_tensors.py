@@ -102,7 +102,7 @@ def check_head_tensors(
     teacher = given.teacher
     if teacher is not None:
         check_teacher(teacher, shape, device)
-        teacher = teacher.flat(vocab_size)
+        teacher = teacher.flat()
     return HeadTensors(temperature, columns, positives, teacher)
 
 

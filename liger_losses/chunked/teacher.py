@@ -61,17 +61,19 @@ class Teacher:
         bias = None if self.bias is None else self.bias[first]
         return TeacherTile(logits, bias, self.transform, self.probabilities)
 
-    def flat(self, student_vocab: int) -> Teacher:
-        """Checked tensors as the engine reads them: flat and detached. Raises for vocabularies that share nothing."""
+    def check_shared(self, student_vocab: int) -> None:
+        """Raises where a divergence is asked of vocabularies that share one column, both as a whole."""
+        if self.divergence.vocabulary == "shared" and self.divergence.soft_weight != 0:
+            check_shared(self.vocab_size, student_vocab)
+
+    def flat(self) -> Teacher:
+        """Checked tensors as the engine reads them: flat and detached."""
         hidden, weight, bias, logits = (None if t is None else t.detach() for t in self.tensors)
         if logits is not None:
             logits = logits.reshape(-1, logits.shape[-1])
             logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         hidden = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
-        flat = replace(self, hidden=hidden, weight=weight, bias=bias, logits=logits)
-        if self.divergence.vocabulary == "shared":
-            check_shared(flat.vocab_size, student_vocab)
-        return flat
+        return replace(self, hidden=hidden, weight=weight, bias=bias, logits=logits)
 
     def computed(self, precision: Precision) -> Teacher:
         """With the weight in the dtype of the products."""

@@ -36,7 +36,7 @@ def run(rank: int, port: int, folder: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=40))
-    from . import active, engines, refusals, through_trl, vocabulary  # noqa: F401  # each adds its checks
+    from . import active, agreement, engines, refusals, through_trl, vocabulary  # noqa: F401  # each adds its checks
 
     found = {}
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from . import active, engines, refusals, through_trl, vocabulary  # noqa: F401  # each adds its checks
+from . import active, agreement, engines, refusals, through_trl, vocabulary  # noqa: F401  # each adds its checks
 from .harness import CHECKS, WORLD, run
 
 
