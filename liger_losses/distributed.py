@@ -243,7 +243,8 @@ def scored_count(
             that the count returned is per rank; or `"sum"`.
 
     Returns:
-        A tensor without dimensions, to be handed on as `num_items_in_batch`; nothing is read on the host.
+        A tensor without dimensions, to be handed on as `num_items_in_batch`; nothing is read on the host. GRPO divides
+        the count by its own `num_processes`: there it is `"sum"`, whatever the engine does.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients: got {gradients!r}, expected 'mean' or 'sum'")

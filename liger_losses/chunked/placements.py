@@ -48,6 +48,13 @@ def tensor_parallel_dimension(tensor: Tensor) -> int | None:
     return found[0] if found and spread.placements[found[0]].is_shard(0) else None
 
 
+def vocabulary_ranks(weight: Tensor) -> int:
+    """Ranks over which the rows of a head's weight are spread; 1 for any other."""
+    dimension = tensor_parallel_dimension(weight)
+    spread: Any = weight
+    return 1 if dimension is None else int(spread.device_mesh.size(dimension))
+
+
 def mesh_name(bounds: tuple[int, ...]) -> str:
     """The mesh dimension's name for shards of these bounds.
 

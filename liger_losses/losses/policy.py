@@ -134,7 +134,8 @@ class GRPOLoss(PolicyOptions):
         value_clip: how far its values may move from `old_values` in the loss.
         on_policy: the rollouts are the policy's own: no `old_logprobs`, `o = sg(l)`.
         report_entropy: read entropy for the metric alone.
-        num_processes: ranks whose gradients are averaged; None: torch.distributed's world size, 1 without.
+        num_processes: ranks whose gradients are averaged; None: torch.distributed's world size, 1 without. Ranks that
+            share one vocabulary have the same tokens and count as one.
 
     `inputs`, all constants but `values`: `advantages` `[R]` or `[R, T]`; `[R, T]` each, as the options ask:
     `old_logprobs` (unless `on_policy`), `ref_logprobs` (with `beta`), `sampling_logprobs` (with `sampler_mode`; may

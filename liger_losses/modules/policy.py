@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._checks import check_choice, check_count, check_flag, check_shape
 from ..chunked.loss import check_constants
+from ..chunked.placements import vocabulary_ranks
 from ..chunked.tokens import check_target
 from ..losses import GRPOLoss
 from ..losses.policy_types import POLICY_TYPES
@@ -48,7 +49,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         max_completion_length: the divisor of dr_grpo; a fact about the rollouts that the other types have no use for.
         temperature: of the policy's and the reference's logits.
         kl_estimator, entropy_coef, top_entropy_quantile, off_policy_mask_threshold, sampler_mode, sampler_clip_min,
-            sampler_clip_max, vf_coef, value_clip, report_entropy, num_processes: of `GRPOLoss`.
+            sampler_clip_max, vf_coef, value_clip, report_entropy: of `GRPOLoss`.
+        num_processes: of `GRPOLoss`: ranks whose gradients are averaged. None: torch.distributed's world size, over the
+            ranks of one vocabulary where `lin_weight` is spread over some, which are given the same tokens.
         named_metrics: `forward` returns the metrics of `GRPOLoss` by name instead of liger-kernel's two.
         softcap, logit_scale: of the policy's logits, and the reference's, unless `ref_softcap` and `ref_logit_scale`
             say otherwise.
@@ -180,7 +183,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         constants: one that requires a gradient is refused. Without `old_per_token_logps` the rollouts are
         the policy's own. The reference is a head and hidden states, or its log-probabilities. `vllm_is_ratio` is a
         ready-made weight of the policy term; `sampling_per_token_logps` are for `sampler_mode`, which makes one.
-        `num_items_in_batch` counts the scored tokens of the whole optimiser step, over all processes; `values`,
+        `num_items_in_batch` counts the scored tokens of the whole optimiser step, over all processes: with the tokens
+        spread over ranks, `scored_count(..., gradients="sum")`, since `num_processes` makes the mean of it; `values`,
         `returns` and `old_values` belong to `vf_coef`. See `GRPOLoss`.
         """
         target = _target(selected_token_ids, attention_mask, _input)
@@ -197,7 +201,11 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             else check_count("num_items_in_batch", num_items_in_batch),
         }
         inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
-        loss = replace(self.loss, on_policy=old_per_token_logps is None)
+        ranks = vocabulary_ranks(lin_weight)
+        processes = self.loss.num_processes
+        if processes is None and ranks > 1:
+            processes = max(torch.distributed.get_world_size() // ranks, 1)
+        loss = replace(self.loss, on_policy=old_per_token_logps is None, num_processes=processes)
         options = self.options
         if options.chunk_size > 1 and loss.separability == "token":  # whose units are tokens, not sequences
             options = replace(options, chunk_size=options.chunk_size * max(target.shape[1], 1))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_losses import Divergence, linear_divergence, linear_logprobs
-from liger_losses.distributed import vocab_parallel
+from liger_losses import Divergence, LigerFusedLinearGRPOLoss, linear_divergence, linear_logprobs
+from liger_losses.distributed import FusedHead, scored_count, vocab_parallel
 
-from .harness import DOUBLE, ROWS, H, T, check, close
+from .harness import DOUBLE, ROWS, WORLD, H, T, V, check, close, tokens
 
 
 def _own(whole: Tensor, sizes: list[int]) -> Tensor:
@@ -57,3 +57,49 @@ def distillation_of_shards_of_one_column() -> None:
                 expected.sum().backward()
                 seen.sum().backward()
                 close(y.grad, x.grad)
+
+
+def _rollouts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, their mask, advantages and what they were sampled with."""
+    target = tokens()[3]
+    old = torch.randn(ROWS, T, dtype=DOUBLE) - 4
+    return target.clamp_min(0), (target != -100).long(), torch.linspace(-1, 2, ROWS, dtype=DOUBLE), old
+
+
+@check
+def grpo_of_sequences_over_ranks() -> None:
+    """Its divisor is the count of all ranks over `num_processes`, and DDP takes the mean."""
+    rank = dist.get_rank()
+    hidden, (ids, mask, advantages, old) = tokens()[0], _rollouts()
+    labels = ids.masked_fill(mask == 0, -100)
+    own = slice(0, 5) if rank == 0 else slice(5, T)
+    options = {"loss_type": "dapo", "beta": 0.0, "use_ref_model": False, "entropy_coef": 0.1}
+    linear = nn.Linear(H, V, dtype=DOUBLE)
+    whole = FusedHead(linear, LigerFusedLinearGRPOLoss(num_processes=1, **options))
+    count = int((labels != -100).sum())
+    expected, _metrics = whole(hidden, ids, mask, advantages, old_per_token_logps=old, num_items_in_batch=count)
+    gradients = torch.autograd.grad(expected, list(linear.parameters()))
+    spread = nn.parallel.DistributedDataParallel(FusedHead(linear, LigerFusedLinearGRPOLoss(**options)))
+    loss, _metrics = spread(
+        hidden[:, own], ids[:, own], mask[:, own], advantages, old_per_token_logps=old[:, own],
+        num_items_in_batch=scored_count(labels[:, own], gradients="sum"),
+    )  # fmt: skip
+    loss.backward()
+    for parameter, gradient in zip(linear.parameters(), gradients, strict=True):
+        close(parameter.grad, gradient, 1e-6)  # the count is fp32
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    close(total / WORLD, expected.detach(), 1e-6)
+
+
+@check
+def ranks_of_one_vocabulary_are_one_process() -> None:
+    hidden, weight, _bias, _target = tokens()
+    ids, mask, advantages, old = _rollouts()
+    options = {"loss_type": "dapo", "beta": 0.0, "use_ref_model": False}
+    known = {"old_per_token_logps": old, "num_items_in_batch": 50}
+    spread = vocab_parallel(_own(weight, [21, V - 21]), dist.group.WORLD)
+    alone = LigerFusedLinearGRPOLoss(num_processes=1, **options)(hidden, weight, ids, mask, advantages, **known)[0]
+    for given, head, factor in ((None, spread, 1), (WORLD, spread, WORLD), (None, weight, WORLD)):
+        loss = LigerFusedLinearGRPOLoss(num_processes=given, **options)
+        close(loss(hidden, head, ids, mask, advantages, **known)[0], alone * factor)
