@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # What a temperature or a softcap may be: fp32's smallest normal number, whose inverse is still finite, and its largest.
 FP32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Without importing DTensor: where nobody has, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_whole(name: str, tensor: object) -> None:
+    """Raise for a DTensor where nothing would gather it: what each rank made of its part would pass for the whole."""
+    if is_dtensor(tensor):
+        spread: Any = tensor
+        placements = ", ".join(map(str, spread.placements))
+        raise TypeError(f"{name}: got a DTensor with {placements}, expected a whole tensor: full_tensor() gathers it, "
+                        "to_local() is this rank's part")  # fmt: skip
 
 
 def check_number(
@@ -105,6 +122,7 @@ def check_constant(name: str, value: Tensor | None) -> None:
 
 
 def check_shape(name: str, value: Tensor, *shapes: tuple[int, ...]) -> None:
+    check_whole(name, value)
     if shapes and tuple(value.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name}: got shape {list(value.shape)}, expected {expected}")

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._checks import check_whole, is_dtensor
 from .chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from .chunked.cluster import ClusterPlan, Rates, plan_cluster
 from .chunked.loss import check_loss
-from .chunked.placements import TENSOR_PARALLEL, chunked_bounds, group_bounds, is_dtensor, mesh_name
+from .chunked.placements import TENSOR_PARALLEL, chunked_bounds, group_bounds, mesh_name
 from .chunked.tokens import check_ignore_index, check_integer
 
 __all__ = [
@@ -132,13 +133,18 @@ def vocab_parallel(
             leave a gap, are empty or are not `vocab_size` in all.
 
     Note:
-        Of a plain tensor, every call exchanges the sizes: a small collective that all ranks of the group must enter, and
-        on an accelerator wait for. Call it once, outside of the loop: what it returns may be used in every step.
+        Of a plain tensor, every call exchanges the sizes: a small collective that all ranks of the group must enter,
+        and on an accelerator wait for. Call it once, outside of the loop: what it returns serves every step.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: got {type(weight).__name__}, expected a torch.Tensor")
+    if weight.dim() == 0:
+        raise ValueError("weight: got a tensor without dimensions, expected rows [rows, H], or of a bias [rows]")
+    for name, number in (("first", first), ("vocab_size", vocab_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise TypeError(f"{name}: got {number!r} of type {type(number).__name__}, expected an int or None")
     if is_dtensor(weight):
         spread: Any = weight
         dimension = _dimension(spread.device_mesh, dim)
@@ -176,13 +182,28 @@ def _dimension(mesh: DeviceMesh, dim: str) -> int:
 
 def _group(group: dist.ProcessGroup | DeviceMesh | None, dim: str) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
-        return group.get_group(_dimension(group, dim))
-    if not isinstance(group, dist.ProcessGroup):
+        dimension = _dimension(group, dim)
+        if group.get_coordinate() is None:
+            raise ValueError(f"group: got a mesh that rank {dist.get_rank()} is outside of, expected one of its ranks")
+        return group.get_group(dimension)
+    if group is None:
         raise TypeError(
-            f"group: got {type(group).__name__} beside a weight that is no DTensor, expected a ProcessGroup or a "
-            "DeviceMesh: a replicated head needs no vocab_parallel"
+            "group: got NoneType beside a weight that is no DTensor, expected a ProcessGroup or a DeviceMesh: a "
+            "replicated head needs no vocab_parallel"
         )
+    _check_member(group)
     return group
+
+
+def _check_member(group: object) -> None:
+    """Raise for what is no group, and for one of other ranks: torch hands those a number, and reduces nothing."""
+    if group is None:
+        return
+    inside = isinstance(group, dist.ProcessGroup)
+    if not inside and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup")
+    if not inside:
+        raise ValueError(f"group: got one that rank {dist.get_rank()} is outside of, expected a group of its own")
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -212,6 +233,10 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Te
     Every rank computes the same loss; its backward adds up the gradients that the ranks send. Where parameters'
     gradients are then averaged over these ranks, as DDP and FSDP2 do, they are exactly those of the loss.
     """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values: got {type(values).__name__}, expected a torch.Tensor")
+    check_whole("values", values)
+    _check_member(group)
     total: Tensor = _SumOverRanks.apply(values, group)
     return total
 
@@ -223,6 +248,8 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """
     check_integer("labels", labels)
     check_ignore_index(ignore_index)
+    if labels.dim() == 0:
+        raise ValueError("labels: got a tensor without dimensions, expected [..., T]")
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
     return shifted
@@ -250,6 +277,8 @@ def scored_count(
         raise ValueError(f"gradients: got {gradients!r}, expected 'mean' or 'sum'")
     labels = target.target if isinstance(target, ScoredTokens) else target
     check_integer("target", labels)
+    check_ignore_index(ignore_index)
+    _check_member(group)
     count = (labels != ignore_index).sum().to(torch.float32)
     dist.all_reduce(count, group=group)
     return (count / dist.get_world_size(group) if gradients == "mean" else count).clamp_min(1e-9)

@@ -76,7 +76,12 @@ def test_pairs_that_span_ranks_are_known_late() -> None:
         ({"cp": 3}, ValueError, "sequence_length: got 2048, expected a multiple of cp=3"),
         ({"tp": 32001}, ValueError, "tp: got 32001, expected at most one rank for each of the 32000 columns"),
         ({"sharding": "zero"}, ValueError, "sharding: got 'zero', expected one of ('none', 'fsdp')"),
-        ({"scored_share": 0}, ValueError, "scored_share: got 0, expected a number in (0, 1]"),
+        ({"scored_share": 0}, ValueError, "scored_share: got 0, expected a finite number > 0 and <= 1"),
+        ({"scored_share": "1"}, TypeError, "scored_share: got '1' of type str, expected a Python number"),
+        ({"rates": None}, TypeError, "rates: got NoneType, expected Rates"),
+        ({"vocab_size": "a"}, TypeError, "vocab_size: got 'a', expected an int"),
+        ({"hidden_size": 0}, ValueError, "hidden_size: got 0, expected >= 1"),
+        ({"sequences": 10**12}, ValueError, "sequences: got 1000000000000, 1000000000000 a rank, expected at most"),
         ({"separability": "row"}, ValueError, "separability: got 'row'"),
     ],
 )
@@ -86,6 +91,15 @@ def test_refusals(options: dict[str, Any], kind: type[Exception], message: str) 
     assert message in str(caught.value)
 
 
-def test_rates_are_positive() -> None:
-    with pytest.raises(ValueError, match="latency: got 0, expected a number > 0"):
-        Rates(latency=0)
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"latency": 0}, ValueError, "latency: got 0, expected a finite number > 0"),
+        ({"between": float("inf")}, ValueError, "between: got inf, expected a finite number > 0"),
+        ({"memory": "4e12"}, TypeError, "memory: got '4e12' of type str, expected a Python number"),
+        ({"devices": 1.5}, TypeError, "devices: got 1.5, expected an int"),
+    ],
+)
+def test_rates_are_positive(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Rates(**options)

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .._checks import check_number
 from .planner import plan
 from .problem import Plan
 
 _GIB = 1 << 30
+
+_MOST_ROWS = 1 << 20  # a plan lists each
 
 SHARDING = ("none", "fsdp")
 
@@ -31,8 +34,9 @@ class Rates:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name}: got {value!r}, expected a number > 0")
+            check_number(name, value, above=0)
+            if name == "devices" and not isinstance(value, int):
+                raise TypeError(f"devices: got {value!r}, expected an int")
 
 
 @dataclass(frozen=True)
@@ -156,20 +160,26 @@ def plan_cluster(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    sizes = {"sequences": sequences, "sequence_length": sequence_length, "dp": dp, "tp": tp, "cp": cp}
+    sizes = {
+        "hidden_size": hidden_size, "vocab_size": vocab_size,
+        "sequences": sequences, "sequence_length": sequence_length, "dp": dp, "tp": tp, "cp": cp,
+    }  # fmt: skip
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}: got {value!r}, expected an int")
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected >= 1")
+    if not isinstance(rates, Rates):
+        raise TypeError(f"rates: got {type(rates).__name__}, expected Rates")
     if sharding not in SHARDING:
         raise ValueError(f"sharding: got {sharding!r}, expected one of {SHARDING}")
-    if not 0 < scored_share <= 1:
-        raise ValueError(f"scored_share: got {scored_share}, expected a number in (0, 1]")
+    check_number("scored_share", scored_share, above=0, high=1)
     units = dp * (2 if separability == "pair" else 1)
     if sequences % units:
         raise ValueError(f"sequences: got {sequences}, expected a multiple of {units} (dp={dp}"
                          f"{', pairs' if units > dp else ''})")  # fmt: skip
+    if sequences // dp > _MOST_ROWS:
+        raise ValueError(f"sequences: got {sequences}, {sequences // dp} a rank, expected at most {_MOST_ROWS} on each")
     if sequence_length % cp:
         raise ValueError(f"sequence_length: got {sequence_length}, expected a multiple of cp={cp}")
     if tp > vocab_size:

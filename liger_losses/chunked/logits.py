@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_whole
 from ..kernels import (
     DIFFERENTIABLE,
     DTYPES,
@@ -59,6 +60,7 @@ def logit_statistics(
     if not isinstance(logits, Tensor) or logits.dtype not in FLOATING:
         seen = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits: got {seen}, expected a tensor of one of {', '.join(map(str, FLOATING))}")
+    check_whole("logits", logits)
     refuse_transforms(logits)
     if not isinstance(target, Tensor):
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,17 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._checks import is_dtensor
 from .parallel import VocabularyShard
 from .teacher import Teacher
 
 # The mesh dimension along which a vocabulary is spread: torchtitan, transformers and accelerate give it this name.
 TENSOR_PARALLEL = "tp"
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Without importing DTensor: where nobody has, there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gathered(parameter: Tensor) -> Tensor:

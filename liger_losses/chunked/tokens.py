@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .._checks import check_whole
+
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 Ranges = tuple[tuple[int, int], ...]
@@ -135,7 +137,10 @@ def check_target(target: Tensor) -> None:
     check_integer("target", target)
 
 
-def check_integer(name: str, tensor: Tensor) -> None:
+def check_integer(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    check_whole(name, tensor)
     if tensor.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, expected an integer dtype (int64)")
     if tensor.is_meta:

@@ -14,6 +14,7 @@ from .api import linear_logprobs
 from .deferred import outside_autocast
 from .head import Precision, check_head, choose_precision
 from .head_tensors import make_transform
+from .placements import local_head, vocabulary_ranks
 from .tokens import check_ignore_index, check_integer
 
 # Bytes of gathered rows of the weight at a time, where the caller names no budget.
@@ -40,6 +41,7 @@ def linear_topk_logprobs(
     rows are gathered again in backward, where the weight's gradient is summed into one fp32 `[V, H]` tensor.
 
     Args:
+        weight, bias: plain, or DTensors of a data-parallel mesh, which are gathered once; not spread as a vocabulary.
         ids: a slot with `ignore_index` holds nothing; its value is 0, with no gradient. A token without any other slot
             is not projected at all.
         temperature, softcap, logit_scale: as in `linear_logprobs`; a tensor of temperatures is `[*]`.
@@ -69,6 +71,11 @@ def linear_topk_logprobs(
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {(*hidden.shape[:-1], 'k')}, by hidden's "
                          f"{tuple(hidden.shape)}")  # fmt: skip
     check_head(hidden, weight, bias, ids.shape[:-1])
+    ranks = vocabulary_ranks(weight)
+    if ranks > 1:
+        raise ValueError(f"weight: got a vocabulary spread over {ranks} ranks, expected a whole weight, or one sharded "
+                         "for data parallelism: rows are gathered by id")  # fmt: skip
+    hidden, weight, bias, _shard = local_head(hidden, weight, bias)
     ids = ids.to(hidden.device, torch.int64)
     present = ids != ignore_index
     valid = (ids >= 0) & (ids < weight.shape[0])

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.placements import gathered, is_dtensor, spread_as, spread_rows, tensor_parallel_dimension
+from liger_losses._checks import is_dtensor
+from liger_losses.chunked.placements import gathered, spread_as, spread_rows, tensor_parallel_dimension
 
 
 def check(layer: Any, model: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_count, check_flag, check_float_tensor
+from .._checks import check_choice, check_count, check_flag, check_float_tensor, check_whole
 from .._weighting import weighted
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
 from ..chunked.tokens import upload
@@ -303,6 +303,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
     ) -> Tensor | CrossEntropyOutput:
         """The loss: a scalar, or with reduction "none" the shape of `target`."""
         rows = _rows(target, "[N] or [R, T]")
+        check_whole("_input", _input)
         if self.class_weights is not None and len(self.class_weights) != _input.shape[-1]:
             raise ValueError(f"weight: got {len(self.class_weights)} weights for {_input.shape[-1]} classes")
         statistics = logit_statistics(
