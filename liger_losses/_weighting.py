@@ -1,7 +1,8 @@
-"""A factor per token, applied in one place."""
+"""A factor per token, and a step's count to divide by: each applied in one place."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -17,3 +18,10 @@ def weighted(
     weights = weights.masked_fill(~mask, 0).to(values.dtype)
     # Finite values stay: a weight of 0 may have a gradient.
     return weights * values.masked_fill((weights == 0) & ~values.isfinite(), 0)
+
+
+def divisor(count: Tensor) -> Tensor:
+    """A count that was handed in, kept > 0: of whole tokens at least 1, of a rank's share, a float, anything."""
+    if not count.is_floating_point():
+        return count.clamp_min(1)
+    return count.clamp_min(max(1e-9, torch.finfo(count.dtype).tiny))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
-from .._weighting import weighted
+from .._weighting import divisor, weighted
 from ..kernels import DISTILLATION, Divergence
 from .calls import prepare, run_loss, token_values
 from .head import check_head
@@ -235,7 +235,7 @@ class DistillationLoss:
         scored = mask.sum().clamp_min(1)
         if self.reduction == "sum":
             return {"count": torch.ones_like(scored), "scored": scored}
-        return {"count": inputs[_COUNT].clamp_min(1) if _COUNT in inputs else scored, "scored": scored}
+        return {"count": divisor(inputs[_COUNT]) if _COUNT in inputs else scored, "scored": scored}
 
     def __call__(
         self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]

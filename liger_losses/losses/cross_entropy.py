@@ -18,7 +18,7 @@ from .._checks import (
     check_names,
     check_number,
 )
-from .._weighting import weighted
+from .._weighting import divisor, weighted
 from .selection import TokenSelection
 
 REDUCTIONS = ("mean", "sum")
@@ -151,7 +151,7 @@ class CrossEntropyLoss:
         if self.reduction == "sum":
             one = torch.ones((), dtype=torch.int64, device=mask.device)
             return {"tokens": one, "weights": one, "scored": mask.sum().clamp_min(1)}
-        tokens = inputs[_COUNT].clamp_min(1) if _COUNT in inputs else mask.sum().clamp_min(1)
+        tokens = divisor(inputs[_COUNT]) if _COUNT in inputs else mask.sum().clamp_min(1)
         weights = tokens
         if "class_weights" in inputs and _COUNT not in inputs:
             total = inputs["class_weights"].masked_fill(~mask, 0).sum()

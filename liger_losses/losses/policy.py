@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count, check_float_tensor, check_mask
+from .._weighting import divisor as of_count
 from .policy_options import PolicyOptions
 from .policy_terms import KL_ESTIMATORS, on_policy_mask, sampler_ratio, top_entropy_mask, value_loss
 from .policy_types import POLICY_TYPES, Tokens, bounded_exp, vespo_log_correction, vespo_log_weight, vespo_phi
@@ -206,7 +207,7 @@ class GRPOLoss(PolicyOptions):
         if _DIVISOR not in inputs:
             raise ValueError(f"inputs: got {', '.join(sorted(inputs))}, expected what GRPOLoss.prepare makes of them")
         tokens = mask.sum().clamp_min(1)
-        return {"tokens": tokens, "step_tokens": inputs[_COUNT].clamp_min(1) if _COUNT in inputs else tokens}
+        return {"tokens": tokens, "step_tokens": of_count(inputs[_COUNT]) if _COUNT in inputs else tokens}
 
     def __call__(
         self,
@@ -308,7 +309,7 @@ class GRPOLoss(PolicyOptions):
             case "sequence":
                 divisor = rows * mask.sum(dim=1, keepdim=True).clamp_min(1)
             case "step" if _COUNT in inputs:
-                divisor = inputs[_COUNT].clamp_min(1)
+                divisor = of_count(inputs[_COUNT])
             case "batch" | "step":
                 divisor = mask.sum().clamp_min(1)
             case "length":

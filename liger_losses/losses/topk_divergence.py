@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names
-from .._weighting import weighted
+from .._weighting import divisor, weighted
 from .divergence import check_divergence, check_pair, check_row_mask, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
 from .policy_terms import KL_ESTIMATORS
@@ -182,8 +182,7 @@ class SampledKLLoss:
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         scored = mask.sum()
-        tokens = inputs.get("num_items_in_batch", scored)
-        return {"tokens": tokens.clamp_min(1), "scored": scored.clamp_min(1)}
+        return {"tokens": divisor(inputs.get("num_items_in_batch", scored)), "scored": scored.clamp_min(1)}
 
     def __call__(
         self,

@@ -105,15 +105,20 @@ def token_means_over_ranks() -> None:
     torch.manual_seed(1)
     model = _Model(loss)
     batches = [_batch(rank) for rank in range(WORLD)]
-    inputs, target = (torch.cat([b[i] for b in batches]) for i in range(2))
-    model(inputs, target).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    inputs, target, _reference = batches[dist.get_rank()]
     wrapped = nn.parallel.DistributedDataParallel(model)
-    wrapped(inputs, target, num_items_in_batch=scored_count(target)).backward()
-    for name, parameter in model.named_parameters():
-        close(parameter.grad, expected[name], 1e-6)  # the count is fp32
+    for scored in (None, 1):  # the second time one token of all ranks': a share of a half each
+        inputs, target = (torch.cat([b[i] for b in batches]) for i in range(2))
+        target = (
+            target if scored is None else target.masked_fill(torch.arange(target.numel()).view_as(target) != 9, -100)
+        )
+        model.zero_grad()
+        model(inputs, target).backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        own = inputs.chunk(WORLD)[dist.get_rank()], target.chunk(WORLD)[dist.get_rank()]
+        wrapped(*own, num_items_in_batch=scored_count(own[1])).backward()
+        for name, parameter in model.named_parameters():
+            close(parameter.grad, expected[name], 1e-6)  # the count is fp32
 
 
 # --- context parallel --------------------------------------------------------------------------------------------------
