@@ -19,6 +19,7 @@ from liger_losses.chunked import (
     fused_linear_distillation,
     fused_linear_loss,
     linear_divergence,
+    linear_logprobs,
     plan,
     walk,
     weight_gradient,
@@ -572,3 +573,10 @@ def test_the_plan_is_kept(form: str, scored: str, strategy: str, monkeypatch: py
         )  # fmt: skip
         assert found.workspace == plans[0].workspace
         assert "two heads" in found.explain()
+
+
+def test_labels_alone_do_not_ask_for_columns_that_a_teacher_shares() -> None:
+    hidden, weight, target = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
+    labels = Divergence(soft_weight=0.0, hard_weight=1.0)
+    seen = linear_divergence(hidden, weight, target, teacher_logits=torch.randn(5, 1), divergence=labels)
+    torch.testing.assert_close(seen, -linear_logprobs(hidden, weight, target))
