@@ -221,7 +221,7 @@ def test_a_chart_names_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert title.get_window_extent().x1 < 160 * figure.get_figwidth()  # as it was saved, at 160 dots an inch
     blocked = str(chart / "chart.png")
     assert main(["plan", "qwen3-8b", "--json", "--chart", blocked]) == 2
-    assert f"--chart: got {str(chart)!r}, which cannot be a folder" in capsys.readouterr().err
+    assert f"--chart: got {str(chart)!r}, expected a folder to write to" in capsys.readouterr().err
 
 
 def _write(folder: Path, **config: Any) -> str:
@@ -283,7 +283,12 @@ def test_without_transformers_what_is_omitted_is_said(monkeypatch: pytest.Monkey
             {"hidden_size": 64},
             "no vocab_size in its configuration (looked for vocab_size, padded_vocab_size); no model_type",
         ),
-        ({"hidden_size": 0, "vocab_size": 9}, "got hidden_size 0 in its configuration, expected an integer above 0"),
+        ({"hidden_size": 0, "vocab_size": 9}, "got hidden_size 0 in its configuration, expected an integer from 1 to"),
+        ({"hidden_size": 8, "vocab_size": 10**12}, "got vocab_size 1000000000000 in its configuration, expected an"),
+        (
+            {"hidden_size": 8, "vocab_size": 9, "final_logit_softcapping": 0},
+            "got final_logit_softcapping 0 in its configuration, expected null or a finite number above 0",
+        ),
         ({"hidden_size": True, "vocab_size": 9}, "got hidden_size True in its configuration"),
         ({"hidden_size": 8, "vocab_size": 9, "tie_word_embeddings": "no"}, "got tie_word_embeddings 'no' in its"),
         (
@@ -390,9 +395,10 @@ def test_what_the_documentation_shows_is_what_is_printed(capsys: pytest.CaptureF
         (["plan", "llama-3.1-8b", "--chart", "plan"], "--chart: got 'plan', expected a file that ends in"),
         (["plan", "llama-3.1-8b", "--chart", "."], "--chart: got '.', a folder, expected a file that ends in"),
         (["doctor", "--device", "nowhere"], "--device: got 'nowhere'"),
+        (["doctor", "--device", "meta"], "--device: got 'meta', expected a device that is here"),
         (
             ["bench", "--quick", "--device", "cpu", "--out", __file__],
-            f"--out: got {__file__!r}, which cannot be a folder",
+            f"--out: got {__file__!r}, expected a folder to write to",
         ),
     ],
 )

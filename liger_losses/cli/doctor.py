@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -200,9 +201,10 @@ def default_device(asked: str | None) -> torch.device:
     """The device asked for, or the accelerator there is."""
     try:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"--device: got {asked!r}: {str(error).partition(chr(10))[0]}") from error
+        float(torch.ones(1, device=device))  # one that holds values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = textwrap.shorten(str(error).partition(chr(10))[0], 200, placeholder=" ...")
+        raise CommandError(f"--device: got {asked!r}, expected a device that is here: {why}") from error
     return device
 
 

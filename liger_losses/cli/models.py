@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .extras import CommandError
 # By which names configurations of transformers know the two sizes.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _VOCAB = ("vocab_size", "padded_vocab_size")
+MOST_SIZE = 1 << 24  # of a head's sizes: a hundred times today's, and planned in a moment
 # Of these the class in transformers has a softcap, or may come to have one, that a configuration need not repeat.
 _SOFTCAPPED = ("gemma", "vaultgemma")
 
@@ -68,7 +70,7 @@ def from_config(name: str, config: Mapping[str, Any], where: str | None = None) 
     sizes = {}
     for field, keys in (("hidden_size", _HIDDEN), ("vocab_size", _VOCAB)):
         size = found.get(field)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_SIZE:
             raise CommandError(f"{where}: {_lacking(whole, field, keys, size)}")
         sizes[field] = size
     tied, softcap = found.get("tie_word_embeddings"), found.get("final_logit_softcapping")
@@ -80,6 +82,9 @@ def from_config(name: str, config: Mapping[str, Any], where: str | None = None) 
         if value is not None and not isinstance(value, kinds):
             kind = " or ".join(("null", *(one.__name__ for one in kinds)))
             raise CommandError(f"{where}: got {field} {value!r} in its configuration, expected {kind}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise CommandError(f"{where}: got final_logit_softcapping {softcap!r} in its configuration, expected null or a "
+                           "finite number above 0")  # fmt: skip
     # A softcap of None is said by a class that was found.
     unsaid = () if defaults else tuple(sorted(set(omitted) - set(found)))
     return Head(name, sizes["hidden_size"], sizes["vocab_size"], tied, softcap, tuple(sorted(defaults)), unsaid)
@@ -88,7 +93,7 @@ def from_config(name: str, config: Mapping[str, Any], where: str | None = None) 
 def _lacking(config: Mapping[str, Any], field: str, keys: tuple[str, ...], got: object) -> str:
     kind = config.get("model_type")
     if got is not None:
-        return f"got {field} {got!r} in its configuration, expected an integer above 0"
+        return f"got {field} {got!r} in its configuration, expected an integer from 1 to {MOST_SIZE:,}"
     if importlib.util.find_spec("transformers") is None:
         why = "transformers, whose class for it may have a default, is not installed"
     elif kind is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -86,6 +87,9 @@ def make_folder(option: str, folder: Path) -> bool:
     missing = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # who may not write finds out now
+            pass
     except OSError as error:
-        raise CommandError(f"{option}: got {str(folder)!r}, which cannot be a folder: {error.strerror}") from error
+        why = f"got {str(folder)!r}, expected a folder to write to: {error.strerror}"
+        raise CommandError(f"{option}: {why}") from error
     return missing
