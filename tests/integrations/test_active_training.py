@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 NUMBERS = [("sft", "training"), ("sft", "held_out"), ("dpo", "training"), ("dpo", "held_out")]
 
 
+@pytest.mark.slow
 @pytest.mark.unpoisoned
 def test_the_outcome_is_that_of_the_exact_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the spread over seeds, which is measured here, and far nearer than by a rule that keeps only targets."""
