@@ -184,6 +184,7 @@ def test_a_trl_head_is_replaced_not_stacked_upon() -> None:
 
 @pytest.mark.slow
 def test_compiles_to_one_graph() -> None:
+    torch._dynamo.reset()  # what another test's graph breaks made torch skip
     model, batch = tiny_model(), _batch()
     fuse_head(model, outputs=ALL, differentiable=("log_probs",))
     expected = model(**batch, fused_lm_head=True)
