@@ -24,7 +24,8 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -316,11 +317,11 @@ def single_threaded() -> None:
     active.CROSSOVER = 1.0
 
 
-def experiment(settings: Settings, starmap: Callable[..., list[Any]] | None = None) -> dict[str, Any]:
-    """All runs. `starmap(function, arguments)` may spread them over processes that have called `single_threaded`."""
+def experiment(settings: Settings, spread: Callable[..., Iterable[Any]] = map) -> dict[str, Any]:
+    """All runs. What is given for `map` may spread them over processes that have called `single_threaded`."""
 
     def each(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
-        return [function(*some) for some in arguments] if starmap is None else starmap(function, arguments, 1)
+        return list(spread(function, *zip(*arguments, strict=True)))
 
     seeds = range(settings.seeds)
     states = each(warm, [(settings, seed) for seed in seeds])
@@ -346,7 +347,7 @@ def tables(result: dict[str, Any]) -> str:
 
     lines = [
         "| | dX | dW | active columns | mass outside, mean | and max | `G` moved | `G` lost | lost, of dX |",
-        "|---" * 9 + "|",
+        "|---|" + "--:|" * 8,
     ]
     for name in result["gradients"][0]:
         runs = [seed[name] for seed in result["gradients"]]
@@ -384,8 +385,9 @@ def main() -> None:
     options = vars(parser.parse_args())
     workers, out = options.pop("workers"), options.pop("out")
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(workers, single_threaded) as pool:
-        result = experiment(Settings(**options), pool.starmap)
+    # Not multiprocessing's Pool, which waits for ever where a worker was killed.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), single_threaded) as pool:
+        result = experiment(Settings(**options), pool.map)
     print(tables(result))
     print(f"\n{time.perf_counter() - started:.0f} s")
     if out:

@@ -1,6 +1,6 @@
 """The active vocabulary: gradient products over the columns of a tile that hold something.
 
-A trained model's softmax is peaked, and most of `G W` and `G^T x` multiplies numbers that no rounding would notice. A
+A trained model's softmax is peaked, and most of `G W` and `G^T x` multiplies numbers next to nothing. A
 tile's active columns are chosen from `G` itself, so that one rule serves every loss whose gradient goes through such a
 matrix:
 
