@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -158,21 +159,16 @@ def _work_alone(_rank: int, kind: str, repeats: int, out: str) -> None:
 
 def _run_alone(device: torch.device, repeats: int, out: Path) -> None:
     """In a process of its own, which no launcher and no second GPU is seen from."""
-    name, first = "CUDA_VISIBLE_DEVICES", "0"
-    before = os.environ.get(name)
-    os.environ[name] = first if before is None else before.split(",")[0]
+    name = "CUDA_VISIBLE_DEVICES"
+    first = os.environ.get(name, "0").partition(",")[0]
     try:
-        mp.spawn(_work_alone, args=(device.type, repeats, str(out)), nprocs=1, join=True)
+        with mock.patch.dict(os.environ, {name: first}):
+            mp.spawn(_work_alone, args=(device.type, repeats, str(out)), nprocs=1, join=True)
     except Exception as error:
         why = f"failed on one GPU: {str(error).strip().splitlines()[-1]}"
         report = trainers_fsdp.empty(device)
         report["rows"].append({"implementation": "fuse_trainer", "status": why})
         torch.save(report, out)
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def run(device: torch.device, repeats: int) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .cases import IGNORE_INDEX
+from .measure import free
 from .ranks import RANKS, peak, slowest
 
 
@@ -140,9 +140,7 @@ def run(shape: Shape, device: torch.device, repeats: int) -> dict[str, Any]:
         ("ours, 1 GPU, both batches", _fused_logps, False),
     ):
         one(label, logps, shards)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
     ours, alone = (
         next(r for r in report["rows"] if r["implementation"] == n)
         for n in ("ours, FSDP2", "ours, 1 GPU, both batches")

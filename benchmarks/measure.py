@@ -30,15 +30,21 @@ def train(step: Step, inputs: Inputs) -> Tensor:
     return loss.detach()
 
 
+def free(device: torch.device) -> None:
+    """What nobody holds any more, given back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 def extra_bytes(step: Step, inputs: Inputs, device: torch.device) -> int | None:
     """Peak of forward and backward above what was allocated before, less the gradients returned; None off CUDA."""
     if device.type != "cuda":
         train(step, inputs)
         return None
     inputs.clear_gradients()
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    free(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     train(step, inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .measure import milliseconds
+from .measure import free, milliseconds
 
 RANKS = 2
 COLLECTIVES = (
@@ -50,9 +49,7 @@ def peak(work: Callable[[], object], device: torch.device) -> int | None:
     if device.type != "cuda":
         work()
         return None
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    free(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()

@@ -179,7 +179,7 @@ LEGENDS = {
 # Of records with cases, by label; other kinds of records have their own.
 HEADINGS = {
     "": "Losses", "active": "Active vocabulary", "distillation": "Distillation",
-    "layers": "Layers", "trainers": "Trainers", "gkd": "Distillation trainers", "distributed": "Several GPUs",
+    "layers": "Layers", "trainers": "Trainers", "distributed": "Several GPUs",
 }  # fmt: skip
 
 INTRODUCTION = """\

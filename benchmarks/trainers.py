@@ -7,7 +7,6 @@ its place where there is a choice, `fuse_trainer`, and `fuse_trainer` with `fuse
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import time
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import stand_ins
-from .measure import milliseconds
+from .measure import free, milliseconds
 from .trainer_states import FUSED, LAYERED, SHIPPED, WHOLE, Implementation
 
 Batch = dict[str, Any]
@@ -201,8 +200,7 @@ def measure_steps(trainer: Any, model: Any, batch: Batch, device: torch.device, 
     found["grad_norm"] = gradient_norm(model)
     if device.type == "cuda":
         model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        free(device)
         torch.cuda.reset_peak_memory_stats(device)
         _step(trainer, model, batch)
         torch.cuda.synchronize(device)

@@ -6,19 +6,20 @@ on one GPU, with whole logits. Each row has a trainer of its own, made fused bef
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import trainers
+from .measure import free
 from .ranks import RANKS, distance
 from .trainer_states import FUSED, SHIPPED, WHOLE, Implementation
 from .trainers import LLAMA_1B, TINY, Batch, Case
@@ -57,7 +58,7 @@ def launched() -> Iterator[None]:
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    there = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    there = mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     own: Any = AcceleratorState.__init__
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
@@ -68,19 +69,11 @@ def launched() -> Iterator[None]:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
-    before = {name: os.environ.get(name) for name in there}
-    os.environ.update(there)
-    AcceleratorState.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = own  # type: ignore[method-assign]
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with there, mock.patch.object(AcceleratorState, "__init__", init):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextmanager
@@ -88,7 +81,7 @@ def built(
     case: Case, state: Implementation, dtype: torch.dtype, device: torch.device, **arguments: Any
 ) -> Iterator[tuple[Any, Any]]:
     """A trainer in one of its states, and its model as accelerate prepares it: `(trainer, model)`."""
-    _free(device)
+    free(device)
     _, config, made = _settings(device)
     models = [model.to(dtype) for model in trainers.make_models(config, 2, device, made)]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -126,12 +119,6 @@ def _row(
     except Exception as error:  # an engine that a head cannot run on is a result, in its own words
         row["status"] = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return row, gradient
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _truth(case: Case, batch: Batch, device: torch.device) -> dict[str, Any]:
