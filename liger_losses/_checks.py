@@ -62,6 +62,14 @@ def check_temperature(name: str, value: object) -> None:
     check_fp32_range(name, value)  # type: ignore[arg-type]
 
 
+def check_size(name: str, value: object) -> None:
+    """Raise unless `value` is an int >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r}, expected an int")
+    if value < 1:
+        raise ValueError(f"{name}: got {value}, expected >= 1")
+
+
 def check_count(name: str, value: object) -> Tensor:
     """`value`, a whole step's count of tokens, as a tensor without dimensions; > 0 where that can be read."""
     if isinstance(value, Tensor):

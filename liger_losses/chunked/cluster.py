@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .._checks import check_number
+from .._checks import check_number, check_size
 from .planner import plan
 from .problem import Plan
 
@@ -19,9 +19,10 @@ SHARDING = ("none", "fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device does in a second, and what a link moves: stated, not measured here. Defaults: H200 class.
+    """What a device does in a second, and what a link moves. Defaults: H200 class.
 
-    `products` is the rate that bf16 products of these shapes reach (docs/benchmarks.md: 670e12 on one H200).
+    `products` and `memory` are rounded down from what bf16 products of these shapes, and a copy, reach on one H200
+    (benchmarks/results); those of links are stated, not measured here.
     """
 
     products: float = 650e12  # floating-point operations
@@ -165,10 +166,7 @@ def plan_cluster(
         "sequences": sequences, "sequence_length": sequence_length, "dp": dp, "tp": tp, "cp": cp,
     }  # fmt: skip
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: got {value!r}, expected an int")
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, expected >= 1")
+        check_size(name, value)
     if not isinstance(rates, Rates):
         raise TypeError(f"rates: got {type(rates).__name__}, expected Rates")
     if sharding not in SHARDING:

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import torch
 
+from .._checks import check_size
 from .active import ActiveVocabulary
 from .head import check_logits_dtype
 from .problem import MIB, Plan, Problem
 from .strategies import ACTIVE_SHARE, BUILDERS, FULL_RATE_ROWS, PRODUCT_ROWS, ROW_BLOCK, cost, exact_cached
 from .tokens import SEPARABILITY
 
-STRATEGIES = ("immediate", "cached", "recompute", "frozen")
+STRATEGIES = tuple(BUILDERS)
 
 
 def default_budget(problem: Problem) -> int:
@@ -166,10 +167,7 @@ def plan(
     if teacher_hidden_size is not None:
         sizes["teacher_hidden_size"] = teacher_hidden_size
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: got {value!r}, expected an int")
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, expected >= 1")
+        check_size(name, value)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"dtype: got {dtype!r}, expected torch.float16, bfloat16, float32 or float64")
     for name, flag in (("trainable_head", trainable_head), ("trainable_hidden", trainable_hidden)):

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_record(head, gpu, step, found, fits, room, options), indent=1))
     else:
-        _print(head, gpu, step, found, fits, options)
+        _print(_title(head, gpu, step, options), found, fits, _notes(head, gpu, step, found, fits, options))
     if chart is not None:
         new = make_folder("--chart", chart.parent)
         try:
@@ -125,17 +125,10 @@ def _title(head: Head, gpu: Gpu, step: Step, options: argparse.Namespace) -> str
     return f"{head.name}: {what}, on {gpu.name}"
 
 
-def _print(
-    head: Head,
-    gpu: Gpu,
-    step: Step,
-    found: list[Estimate],
-    fits: dict[str, tuple[int, int]],
-    options: argparse.Namespace,
-) -> None:
+def _print(title: str, found: list[Estimate], fits: dict[str, tuple[int, int]], notes: list[str]) -> None:
     make_console = require("rich.console").Console
     console = make_console()
-    console.print(_title(head, gpu, step, options), style="bold", highlight=False, soft_wrap=True)
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
     table = require("rich.table").Table(box=None)
     table.add_column("way", no_wrap=True)
     names = ["products", "ms", "MiB", "least MiB"]
@@ -155,8 +148,7 @@ def _print(
         table.add_row(*cells, style="bold green" if one.chosen else None)
     # As wide as its numbers are: rich would cut them short in a pipe or a narrow terminal.
     make_console(width=max(120, console.width)).print(table)
-    notes = "\n".join(_notes(head, gpu, step, found, fits, options))
-    console.print(notes, style="dim", highlight=False, soft_wrap=True)
+    console.print("\n".join(notes), style="dim", highlight=False, soft_wrap=True)
 
 
 def _notes(

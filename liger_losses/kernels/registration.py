@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,12 +29,6 @@ def remember_implementation(ctx: Any) -> None:
     ctx.implementation = None if torch.compiler.is_compiling() else requested()
 
 
-def as_remembered(ctx: Any) -> AbstractContextManager[None]:
-    """In `backward`: what `remember_implementation` noted, for the kernels inside the block."""
-    asked = getattr(ctx, "implementation", None)
-    return nullcontext() if asked is None else implementation(asked)
-
-
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` without a derivative: differentiating what it returned raises, whatever the upstream gradient is.
 
@@ -46,9 +39,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *upstream: Any) -> Any:
-        if getattr(ctx, "implementation", None) is None:
+        asked = getattr(ctx, "implementation", None)
+        if asked is None:
             return once(ctx, *upstream)
-        with as_remembered(ctx):
+        with implementation(asked):
             return once(ctx, *upstream)
 
     def once(ctx: Any, *upstream: Any) -> Any:
