@@ -46,9 +46,9 @@ def merge_shards(
     shift = torch.where(parts["max"] == -math.inf, torch.zeros_like(parts["max"]), parts["max"] - highest)
     rescale = torch.exp(shift)
     total = (rescale * parts["sum_exp"]).sum(0)
-    # What `emit` wrote is relative to this rank's own sum.
+    # What `emit` wrote is relative to this rank's own sum; where that is 0 and others' are not, so is what it wrote.
     own = state.sum_exp * torch.exp(torch.where(state.max == -math.inf, 0, state.max - highest))
-    state.gradient_scale.mul_(torch.where(total > 0, own / total, own))
+    state.gradient_scale.mul_(torch.where(total > 0, own / total, own)).masked_fill_((own == 0) & (total > 0), 0)
     if state.weighted is not None:
         state.weighted.copy_((rescale * (parts["weighted"] + shift * parts["sum_exp"])).sum(0))
     if state.sum_sq is not None:

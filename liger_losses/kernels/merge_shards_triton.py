@@ -69,12 +69,12 @@ def _merge_kernel(
 
     to_ptr = numbers_ptr + rows
     a_row = tl.cast(stride, tl.int64)
-    # What `emit` wrote is relative to this rank's own sum.
+    # What `emit` wrote is relative to this rank's own sum; where that is 0 and others' are not, so is what it wrote.
     own = tl.load(to_ptr + a_row, mask=inside, other=0.0)
     own *= tl.exp(difference(tl.load(to_ptr, mask=inside, other=0.0), highest))
     scale_ptr = to_ptr + BEST * a_row
     scale = tl.load(scale_ptr, mask=inside, other=0.0) * tl.where(total > 0.0, own / total, own)
-    tl.store(scale_ptr, scale, mask=inside)
+    tl.store(scale_ptr, tl.where((own == 0.0) & (total > 0.0), 0.0, scale), mask=inside)
     tl.store(to_ptr, highest, mask=inside)
     tl.store(to_ptr + a_row, total, mask=inside)
     tl.store(to_ptr + 2 * a_row, target, mask=inside)

@@ -15,7 +15,8 @@ Numbers = TypeVar("Numbers", bound="RowNumbers")
 class RowNumbers:
     """Numbers by name, `[rows]` each, as attributes: the rows of `numbers`, `[how many, rows]`, in the order of `held`.
 
-    A walk makes and cuts such states all the time, and on a host that keeps a device busy each operation counts.
+    They are written in place, never assigned. A walk makes and cuts such states all the time, and on a host that keeps
+    a device busy each operation counts.
     """
 
     numbers: Tensor

@@ -217,5 +217,11 @@ def _fold_rows(
 
     if emit != Emit.NOTHING:
         assert out is not None
-        p = e.div_(state.sum_exp.unsqueeze(-1))
+        if emit == Emit.PROBABILITY:
+            # Where all is -inf, 0 up to an infinite factor: no number, unless columns elsewhere say otherwise.
+            empty = state.sum_exp == 0
+            state.gradient_scale.masked_fill_(empty, math.inf)
+            p = e.div_(torch.where(empty, 1, state.sum_exp).unsqueeze(-1))
+        else:
+            p = e.div_(state.sum_exp.unsqueeze(-1))
         out.copy_(p if emit == Emit.PROBABILITY else (is_target.to(p.dtype) - p) * slope)

@@ -73,6 +73,23 @@ def cross_entropy_of_a_spread_vocabulary() -> None:
 
 
 @check
+def a_rank_whose_columns_are_all_masked() -> None:
+    first = -(-V // 2)
+    target = torch.where(tokens()[3] == -100, -100, tokens()[3] % first)
+    mask = torch.zeros(V, dtype=DOUBLE)
+    mask[first:] = -torch.inf
+    for options in ({}, {"lse_square_scale": 0.1}):  # its gradient is formed from probabilities
+        loss = CrossEntropyLoss(**options)
+        both_ways(
+            lambda h, w, b, c=loss: fused_linear_loss(
+                c, h, w, target,
+                b + (distribute_tensor(mask, mesh_of(), [Shard(0)]) if isinstance(b, DTensor) else mask),
+                strategy="immediate",
+            )
+        )  # fmt: skip
+
+
+@check
 def dpo_of_a_spread_vocabulary() -> None:
     target, reference = tokens()[3], torch.randn(ROWS, T, 8, dtype=DOUBLE)
     reference_weight = torch.randn(V, 8, dtype=DOUBLE)
