@@ -114,19 +114,10 @@ def forward(
     if not emit:
         walk.merge(state)
     compact = walk.statistics(state)
-    everything = ((0, count),)
-
-    def at_positions(values: Tensor) -> Tensor:
-        full = torch.zeros(walk.hidden.shape[0], dtype=values.dtype, device=values.device)
-        walk.scored.scatter(values, full, everything)
-        return full
-
-    values = [at_positions(compact[name]) for name in names]
-    numbers = state.lse
-    lse = at_positions(numbers) if numbers.dim() == 1 else torch.stack([at_positions(row) for row in numbers])
+    at_positions = walk.scored.at_positions
     return (
-        values,
-        lse,
+        [at_positions(compact[name]) for name in names],
+        at_positions(state.lse),
         at_positions(state.gradient_scale),
         kept,
         _nothing(walk) if cache is None else cache,

@@ -7,9 +7,8 @@ of a logits tile or of the weight is communicated; the hidden gradient, a sum ov
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -29,12 +28,12 @@ from ..kernels import (
     divergence_sums,
     divergence_tile,
     fold_tile,
+    merge_shards,
+    shard_numbers,
 )
 
 # Its former name is all that torch has up to 2.12.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
-_ADDED = ("sum_logits", "sum_columns")
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class VocabularyShard:
     bounds: tuple[int, ...]  # rank r of the group holds the columns [bounds[r], bounds[r + 1])
     reduce_hidden: bool = True  # False: the hidden gradient is handed back as this rank's part of a sum
 
-    @property
+    @cached_property
     def process_group(self) -> dist.ProcessGroup:
         # Operators take no objects; a name is what torch's functional collectives resolve, too.
         resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
         return resolve(self.group)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.process_group)
 
@@ -105,60 +104,8 @@ def merge(shard: VocabularyShard, state: RowState | BernoulliState | DivergenceS
     """From this rank's columns to all columns, in place; one collective. Divergences are merged as they are visited."""
     if isinstance(state, BernoulliState):
         shard.sum(state.total)
-    elif isinstance(state, RowState):
-        merge_rows(shard, [state], target)
-
-
-def merge_rows(shard: VocabularyShard, states: Sequence[RowState], target: Tensor) -> None:
-    """The same for several states of the same rows, packed into one collective."""
-    if states[0].max.shape[0] == 0:
-        return
-    wide = states[0].max.dtype
-    packed = [[value.to(wide) for _name, value in _numbers(state)] for state in states]
-    everyone = shard.gather(torch.stack([value for values in packed for value in values]))
-    done = 0
-    for state, values in zip(states, packed, strict=True):
-        _fold(state, everyone[:, done : done + len(values)])
-        done += len(values)
-        if state.is_top1 is not None and state.argmax is not None:
-            torch.eq(state.argmax, target, out=state.is_top1)
-
-
-def _numbers(state: RowState) -> list[tuple[str, Tensor]]:
-    # A column's number, as a float of the statistics' dtype, is exact up to 2^24.
-    names = ("max", "sum_exp", "target", "weighted", "sum_sq", *_ADDED, "argmax")
-    return [(name, value) for name in names if (value := getattr(state, name)) is not None]
-
-
-def _fold(state: RowState, everyone: Tensor) -> None:
-    """`everyone` is `[ranks, numbers, rows]`."""
-    parts = {name: everyone[:, i] for i, (name, _value) in enumerate(_numbers(state))}
-    highest = parts["max"].amax(0)
-    # A shard that is -inf throughout (a masked vocabulary) adds nothing: -inf - -inf is no number.
-    shift = torch.where(parts["max"] == -math.inf, torch.zeros_like(parts["max"]), parts["max"] - highest)
-    rescale = torch.exp(shift)
-    total = (rescale * parts["sum_exp"]).sum(0)
-    # What `emit` wrote is relative to this rank's own sum.
-    own = state.sum_exp * torch.exp(torch.where(state.max == -math.inf, 0, state.max - highest))
-    scale = state.gradient_scale * torch.where(total > 0, own / total, own)
-    # Where this rank has nothing and others something, its entries are 0 up to an infinite factor.
-    state.gradient_scale.copy_(scale.masked_fill((own == 0) & (total > 0), 0))
-    if state.weighted is not None:
-        state.weighted.copy_((rescale * (parts["weighted"] + shift * parts["sum_exp"])).sum(0))
-    if state.sum_sq is not None:
-        state.sum_sq.copy_((rescale * rescale * parts["sum_sq"]).sum(0))
-    for name in _ADDED:
-        if name in parts:
-            getattr(state, name).copy_(parts[name].sum(0))
-    if state.argmax is not None:
-        # Ties go to the first column, and ranks are in the order of their columns.
-        winner = parts["max"].argmax(0, keepdim=True)
-        state.argmax.copy_(parts["argmax"].gather(0, winner).squeeze(0))
-    seen = ~parts["target"].isnan()
-    found = torch.where(seen, parts["target"], 0).sum(0)
-    state.target.copy_(torch.where(seen.any(0), found, math.nan))
-    state.sum_exp.copy_(total)
-    state.max.copy_(highest)
+    elif isinstance(state, RowState) and target.shape[0]:
+        merge_shards(shard.gather(shard_numbers(state)), state, target)
 
 
 def visit_divergence(
@@ -180,22 +127,23 @@ def visit_divergence(
         return
     options, first = state.divergence, shard.first
     of_logits = options.form in ("cosine", "mse")
-    _normalisers(shard, tile, bias, target, teacher, state, transform, of_logits)
+    # Of these rows alone: their numbers lie side by side, as collectives want them.
+    own = DivergenceState(tile.shape[0], state.names, options, device=tile.device, dtype=state.total.dtype)
+    _normalisers(shard, tile, bias, target, teacher, own, transform, of_logits)
     if of_logits:
-        _compare_logits(shard, tile, bias, target - first, teacher, state, transform)
+        _compare_logits(shard, tile, bias, target - first, teacher, own, transform)
     else:
         if options.form == "akl":
-            divergence_share(tile, bias, teacher, state, transform, shard.sum, shard.largest)
-        divergence_sums(tile, bias, teacher, state, transform)
-        value, total = shard.sum(torch.stack([state.value, state.total]))
-        state.value.copy_(value)
-        state.total.copy_(total)
+            divergence_share(tile, bias, teacher, own, transform, shard.sum, shard.largest)
+        divergence_sums(tile, bias, teacher, own, transform)
+        shard.sum(own.sums)
     if out is not None:
         columns = Columns(tile.shape[1], tile.shape[1])
         divergence_gradient(
-            tile, bias, target, teacher, state, transform, columns, factor=torch.ones_like(state.total), out=out,
+            tile, bias, target, teacher, own, transform, columns, factor=own.gradient_scale, out=out,
             first_column=first,
         )  # fmt: skip
+    state.numbers.copy_(own.numbers)
 
 
 def _normalisers(
@@ -208,37 +156,42 @@ def _normalisers(
     transform: LogitTransform,
     of_logits: bool,
 ) -> None:
+    """Log-sum-exps, entropies and the label's logit; all that is folded for them is merged as rows of one state."""
     options, rows = state.divergence, tile.shape[0]
-    names = ("entropy",) if state.entropy is not None else ()
     inverse_student, inverse_teacher = options.inverse_temperatures
-
-    def fold(logits: Tensor, shift: Tensor | None, own: LogitTransform, names: tuple[str, ...]) -> RowState:
-        found = RowState(rows, names, device=tile.device, dtype=state.total.dtype)
-        fold_tile(logits, shift, target, found, own, first_column=shard.first)
-        return found
-
     compared = not of_logits or state.entropy is not None
     separate = state.reads_label and (not compared or options.temperature != 1)
-    states: list[RowState] = []
+    sides: list[tuple[Tensor, Tensor | None, LogitTransform]] = []
     if compared:
-        tempered = replace(transform, temperature=transform.temperature / inverse_student)
-        other = replace(teacher.transform, temperature=teacher.transform.temperature / inverse_teacher)
-        states = [fold(tile, bias, tempered, names), fold(teacher.logits, teacher.bias, other, names)]
+        other = teacher.transform
+        sides = [
+            (tile, bias, _tempered(transform, inverse_student)),
+            (teacher.logits, teacher.bias, _tempered(other, inverse_teacher)),
+        ]
     if separate:
-        states.append(fold(tile, bias, transform, ()))
-    if not states:
+        sides.append((tile, bias, transform))
+    if not sides:
         return
-    merge_rows(shard, states, target)
-    if compared and not of_logits:
-        state.student_lse.copy_(states[0].lse)
-        state.teacher_lse.copy_(states[1].lse)
-    if state.entropy is not None and state.teacher_entropy is not None:
-        state.entropy.copy_(states[0].statistics(shard.vocab_size)["entropy"])
-        state.teacher_entropy.copy_(states[1].statistics(shard.vocab_size)["entropy"])
+    names = ("entropy",) if state.entropy is not None else ()
+    found = RowState(len(sides) * rows, names, device=tile.device, dtype=state.total.dtype)
+    for place, (logits, shift, own) in enumerate(sides):
+        part = found.narrow(place * rows, rows)
+        fold_tile(logits, shift, target, part, own, first_column=shard.first)
+    merge(shard, found, target)  # which reads no target: nobody asked whether it is the largest
+    lse, hard = found.lse.view(-1, rows), len(sides) - 1 if separate else 0
+    if compared:
+        state.lse[:2].copy_(lse[:2])
     if state.reads_label:
-        label = states[-1] if separate else states[0]
-        state.hard_lse.copy_(label.lse)
-        state.target.copy_(label.target)
+        state.hard_lse.copy_(lse[hard])
+        state.target.copy_(found.target[hard * rows :][:rows])
+    if state.entropy is not None and state.teacher_entropy is not None:
+        entropies = found.statistics(shard.vocab_size)["entropy"]
+        state.entropy.copy_(entropies[:rows])
+        state.teacher_entropy.copy_(entropies[rows : 2 * rows])
+
+
+def _tempered(transform: LogitTransform, inverse: float) -> LogitTransform:
+    return transform if inverse == 1 else replace(transform, temperature=transform.temperature / inverse)
 
 
 def _compare_logits(

@@ -6,6 +6,7 @@ each one takes at a budget; here is which are allowed, and which of them is the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,6 +55,12 @@ def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "
 def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | None = None) -> Plan:
     """The fastest strategy whose workspace fits `memory_budget` (default: `default_budget`)."""
     check_tiling(strategy, memory_budget)
+    return _planned(problem, strategy, memory_budget)
+
+
+# A call asks up to three times, and the next step's call again; the host may have a device waiting for it.
+@functools.lru_cache(maxsize=64)
+def _planned(problem: Problem, strategy: str, memory_budget: int | None) -> Plan:
     # Without gradients (an evaluation of a module that names a strategy) every strategy is the same walk.
     free = strategy == "auto" or not problem.any_grad
     names = _candidates(problem) if free else [_allowed(problem, strategy)]

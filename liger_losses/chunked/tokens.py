@@ -177,6 +177,12 @@ class ScoredOnDevice:
             into[start:stop].copy_(values[done : done + stop - start])
             done += stop - start
 
+    def at_positions(self, values: Tensor) -> Tensor:
+        """`[..., R * T]`, a new tensor, from `[..., n]` of all scored tokens; zero where nothing is scored."""
+        if self.index is None:
+            return values.clone(memory_format=torch.contiguous_format)
+        return values.new_zeros(*values.shape[:-1], self.mask.numel()).index_copy_(-1, self.index, values)
+
     def _positions(self, ranges: Ranges) -> Tensor:
         assert self.index is not None
         if len(ranges) == 1:

@@ -13,6 +13,7 @@ from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_g
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
+from .merge_shards import merge_shards, shard_numbers
 from .products import matmul
 from .registration import differentiable_once, remember_implementation, transformed, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
@@ -61,11 +62,13 @@ __all__ = [
     "implementation",
     "layer_norm",
     "matmul",
+    "merge_shards",
     "packed_gated_activation",
     "remember_implementation",
     "rms_norm",
     "rotary",
     "scaled_cast",
+    "shard_numbers",
     "tailed_cast",
     "tile_gradient",
     "transformed",

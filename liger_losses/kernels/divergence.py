@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from dataclasses import dataclass
 
@@ -176,6 +177,7 @@ class Divergence:
         return ",".join([self.kind, *map(str, numbers), self.vocabulary])
 
     @classmethod
+    @functools.lru_cache(maxsize=64)  # each call asks twice
     def decode(cls, text: str) -> Divergence:
         kind, *numbers, vocabulary = text.split(",")
         names = list(cls.__dataclass_fields__)[1:-1]

@@ -28,6 +28,7 @@ from torch import Tensor
 from .dispatch import use_triton
 from .divergence import Divergence
 from .head_mass import head_share
+from .row_numbers import RowNumbers
 from .tile_statistics import TWIN_ELEMENTS, row_slices
 from .transform import LogitTransform
 
@@ -53,7 +54,7 @@ class TeacherTile:
         )
 
 
-class DivergenceState:
+class DivergenceState(RowNumbers):
     """What is known of `rows` rows once their tiles have been visited, with what `RowState` offers.
 
     `student_lse`, `teacher_lse`: of the tempered logits that the divergence compares; `hard_lse`, `target`: of the
@@ -62,7 +63,18 @@ class DivergenceState:
     visit to some of the columns needs.
     """
 
-    kept = ("student_lse", "teacher_lse", "hard_lse", "total", "share")
+    kept = ("student_lse", "teacher_lse", "hard_lse", "share", "total")
+
+    student_lse: Tensor
+    teacher_lse: Tensor
+    hard_lse: Tensor
+    share: Tensor
+    total: Tensor
+    value: Tensor
+    target: Tensor
+    gradient_scale: Tensor  # 1: `out` is final
+    entropy: Tensor | None = None
+    teacher_entropy: Tensor | None = None
 
     def __init__(
         self,
@@ -74,14 +86,10 @@ class DivergenceState:
         dtype: torch.dtype,
     ) -> None:
         self.names, self.divergence = names, divergence
-        self.student_lse, self.teacher_lse, self.hard_lse, self.total, self.share, self.value = torch.zeros(
-            6, rows, device=device, dtype=dtype
-        )
-        self.target = torch.full((rows,), math.nan, device=device, dtype=dtype)
-        entropies = "entropy" in names or "teacher_entropy" in names
-        self.entropy = torch.zeros_like(self.total) if entropies else None
-        self.teacher_entropy = torch.zeros_like(self.total) if entropies else None
-        self.gradient_scale = torch.ones_like(self.total)  # `out` is final
+        values = dict.fromkeys((*self.kept, "value"), 0.0) | {"target": math.nan, "gradient_scale": 1.0}
+        if "entropy" in names or "teacher_entropy" in names:
+            values |= {"entropy": 0.0, "teacher_entropy": 0.0}
+        self.allocate(values, rows, device, dtype)
 
     @property
     def reads_label(self) -> bool:
@@ -89,15 +97,20 @@ class DivergenceState:
 
     @property
     def lse(self) -> Tensor:
-        """`[5, rows]`: the numbers that a visit to some of the columns needs."""
-        return torch.stack([getattr(self, name) for name in self.kept])
+        """`[5, rows]`, a view: the numbers that a visit to some of the columns needs."""
+        return self.numbers[: len(self.kept)]
+
+    @property
+    def sums(self) -> Tensor:
+        """`[2, rows]`, a view: `total` and `value`, which are sums over columns."""
+        return self.numbers[len(self.kept) - 1 : len(self.kept) + 1]
 
     @classmethod
     def of_kept(cls, kept: Tensor, divergence: Divergence) -> DivergenceState:
-        """From the `lse` of another."""
-        state = cls(0, (), divergence, device=kept.device, dtype=kept.dtype)
-        for name, row in zip(cls.kept, kept, strict=True):
-            setattr(state, name, row.contiguous())
+        """From the `lse` of another, with nothing else."""
+        state = cls.__new__(cls)
+        state.names, state.divergence, state.held = (), divergence, cls.kept
+        state.hold(kept if kept.stride(1) == 1 else kept.contiguous())
         return state
 
     def statistics(self, vocab_size: int, column_weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -111,13 +124,6 @@ class DivergenceState:
         if self.entropy is not None and self.teacher_entropy is not None:
             found |= {"entropy": self.entropy, "teacher_entropy": self.teacher_entropy}
         return {name: found[name] for name in self.names}
-
-    def narrow(self, start: int, rows: int) -> DivergenceState:
-        """A view of some of the rows."""
-        view = DivergenceState.__new__(DivergenceState)
-        for name, value in vars(self).items():
-            setattr(view, name, value[start : start + rows] if isinstance(value, Tensor) else value)
-        return view
 
 
 @dataclass(frozen=True)

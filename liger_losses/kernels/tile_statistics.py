@@ -14,7 +14,6 @@ factor costs nothing: whoever multiplies `G` scales rows anyway.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Iterator
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_triton
+from .row_numbers import RowNumbers
 from .transform import LogitTransform
 
 STATISTICS = (
@@ -42,7 +42,7 @@ class Emit(enum.IntEnum):
     PROBABILITY = 2
 
 
-class RowState:
+class RowState(RowNumbers):
     """Running statistics of `rows` rows of logits, over the vocabulary columns seen so far.
 
     `sum_exp = sum e^(z - max)`, `weighted = sum e^(z - max) (z - max)`, `sum_sq = sum e^(2 (z - max))`: relative to the
@@ -50,6 +50,15 @@ class RowState:
     makes a target out of range visible as a NaN log-probability. `sum_logits = sum z_v`, `sum_columns = sum c_v z_v`
     with column weights `c`. `gradient_scale * out` is what `emit` promises.
     """
+
+    max: Tensor
+    sum_exp: Tensor
+    target: Tensor
+    gradient_scale: Tensor
+    weighted: Tensor | None = None
+    sum_sq: Tensor | None = None
+    sum_logits: Tensor | None = None
+    sum_columns: Tensor | None = None
 
     def __init__(
         self,
@@ -66,17 +75,11 @@ class RowState:
             "sum_logits": "mean_logit" in names or ("mean_logprob" in names and not column_weights),
             "sum_columns": "mean_logprob" in names and column_weights,
         }
-        fields = {"max": -math.inf, "sum_exp": 0.0, "target": math.nan, "gradient_scale": 1.0}
-        fields |= {field: 0.0 for field, wanted in optional.items() if wanted}
-        start = _initial(tuple(fields.values()), device, dtype)
-        values = dict(zip(fields, start.unsqueeze(-1).repeat(1, rows), strict=True))
+        values = {"max": -math.inf, "sum_exp": 0.0, "target": math.nan}
+        values |= {name: 0.0 for name, wanted in optional.items() if wanted}
+        # Last: it is of this tile, the others of the columns.
+        self.allocate(values | {"gradient_scale": 1.0}, rows, device, dtype)
         self.names = names
-        self.max, self.sum_exp, self.target = values["max"], values["sum_exp"], values["target"]
-        self.gradient_scale = values["gradient_scale"]
-        self.weighted = values.get("weighted")
-        self.sum_sq = values.get("sum_sq")
-        self.sum_logits = values.get("sum_logits")
-        self.sum_columns = values.get("sum_columns")
         top1 = "is_top1" in names or "argmax" in names
         self.argmax = torch.zeros(rows, dtype=torch.int64, device=device) if top1 else None
         self.is_top1 = torch.zeros(rows, dtype=torch.bool, device=device) if "is_top1" in names else None
@@ -113,16 +116,12 @@ class RowState:
 
     def narrow(self, start: int, rows: int) -> RowState:
         """A view of some of the rows."""
-        view = RowState.__new__(RowState)
-        for name, value in vars(self).items():
-            setattr(view, name, value[start : start + rows] if isinstance(value, Tensor) else value)
+        view = super().narrow(start, rows)
+        if self.argmax is not None:
+            view.argmax = self.argmax[start : start + rows]
+        if self.is_top1 is not None:
+            view.is_top1 = self.is_top1[start : start + rows]
         return view
-
-
-@functools.cache
-def _initial(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Kept on the device: a state is made for every tile, and one copy is all that it should cost.
-    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def fold_tile(

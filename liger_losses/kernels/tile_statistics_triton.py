@@ -232,12 +232,12 @@ def _fold_kernel(
 
     if EMIT != 0:
         if NORMALISE:
-            reference += tl.log(total)
+            reference = finite(reference + tl.log(total))
             _row_sums(
                 row_ptr, bias_ptr, column_weights_ptr, out_row, reference, readable, n_columns, scale, softcap, inv_t,
                 HAS_BIAS, HAS_SOFTCAP, False, False, False, False, False, EMIT, BLOCK,
             )  # fmt: skip
-            total = 1.0
+            total = tl.where(total > 0.0, 1.0, total)
         if EMIT == 1:
             # d logprob / draw = -(e - total [v = y]) slope / total. The target's entry is formed in fp32 and rounded
             # once; the row's factor takes that rounding back, since one entry often outweighs all the others together.

@@ -21,6 +21,7 @@ from liger_losses.kernels import (
     LogitTransform,
     RowState,
     TeacherTile,
+    shard_numbers,
 )
 
 from .conftest import INTERPRETED
@@ -39,6 +40,7 @@ from liger_losses.kernels import (  # noqa: E402
     column_extent_triton,
     divergence_sums_triton,
     divergence_tile_triton,
+    merge_shards_triton,
     rows_triton,
     scaled_cast_triton,
     tailed_cast_triton,
@@ -277,6 +279,15 @@ def test_divergence_sums_kernel(
     assert launch.assembly
     if aligned:
         assert launch.vector("ld") >= launch.best(tile)
+    assert not launch.atomics()
+
+
+@pytest.mark.parametrize("names", [("logprob",), ("entropy", "is_top1"), STATISTICS], ids=" ".join)
+def test_merge_kernel(compiler: Callable[[Any, str], Launch], names: tuple[str, ...]) -> None:
+    launch = compiler(merge_shards_triton, "_merge_kernel")
+    state = RowState(ROWS, names, device=torch.device("cpu"), dtype=F32, column_weights=True)
+    merge_shards_triton.merge_shards_triton(torch.stack([shard_numbers(state)] * 3), state, TARGET)
+    assert launch.assembly
     assert not launch.atomics()
 
 

@@ -166,9 +166,9 @@ def test_sums_of_blocks_of_columns(device: str, options: Divergence) -> None:
         ) if not INTERPRETED else whole  # fmt: skip
     found = torch.zeros(2, ROWS, device=device)
     for block in (slice(0, cut), slice(cut, vocab)):
-        part = DivergenceState.of_kept(whole.lse, options)
-        part.value = torch.full((ROWS,), math.nan, device=device)
-        part.total = torch.full((ROWS,), math.nan, device=device)
+        part = DivergenceState(ROWS, (), options, device=tile.device, dtype=F32)
+        part.lse.copy_(whole.lse)
+        part.sums.fill_(math.nan)
         divergence_sums(
             tile[:, block], None if bias is None else bias[block], TeacherTile(logits[:, block]), part,
             as_transform(chosen),

@@ -254,6 +254,21 @@ def test_what_is_written_for_extreme_rows(device: str, emit: Emit, written: torc
         check_close(found[row], wanted[0][row], wanted[1][row], written, terms=vocab, scale=scale, what=f"row {row}")
 
 
+@pytest.mark.parametrize("written", [F32, BF16, F16], ids=str)
+def test_rows_without_a_finite_logit_are_written_as_nothing(device: str, written: torch.dtype) -> None:
+    """Up to an infinite factor: no number here, zero where a column of another tile is found to be finite."""
+    tile, out = (
+        torch.full((2, 40), -math.inf, device=device),
+        torch.full((2, 40), math.nan, device=device, dtype=written),
+    )
+    tile[1, 7] = 3.0
+    state = fold(tile, None, torch.tensor([3, 3], device=device), emit=Emit.PROBABILITY, out=out)
+    assert not out[0].any()
+    assert torch.equal(torch.nonzero(out[1]).squeeze(-1).cpu(), torch.tensor([7]))
+    assert state.gradient_scale[0] == math.inf
+    assert out[1, 7] * state.gradient_scale[1] == 1
+
+
 def test_a_target_at_minus_infinity(device: str) -> None:
     tile = torch.zeros(2, 64, device=device)
     tile[0, 3] = -math.inf
