@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .extras import CommandError
+from .extras import CommandError, require
 
 # By which names configurations of transformers know the two sizes.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -156,18 +156,12 @@ def _without_config(folder: Path) -> str:
 
 
 def _from_hub(model: str) -> Head:
+    missing = f"{model}: no such file, not in the table (--list-models), and not had from the hub: "
     try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise CommandError(
-            f"{model}: no such file, not in the table (--list-models), and transformers, which could ask the hub, is "
-            "not installed"
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(model)
+        config = require("transformers", "trl").AutoConfig.from_pretrained(model)
+    except CommandError as error:
+        raise CommandError(f"{missing}{error}") from error
     except Exception as error:  # the network, the name, access rights: whatever it is, it is the user's to know
         first = str(error).partition("\n")[0]
-        raise CommandError(
-            f"{model}: no such file, not in the table (--list-models), and not had from the hub: {first}"
-        ) from error
+        raise CommandError(f"{missing}{first}") from error
     return from_config(model, config.to_dict())

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from packaging.version import Version
-
 from liger_losses._checks import check_flag
+from liger_losses._extras import require
 from liger_losses.integrations._recipe import Recipe
 from liger_losses.integrations._recipes import recipe_of
 from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
 from liger_losses.integrations.transformers import FusedHead, fuse_head, unfuse_head
 
+require("trl", "trl")  # whoever has no TRL is told so here, not with a trainer in hand
 _OLDEST, _BELOW = "1.15", "2"
 _STATE = "_liger_fusion"
 
@@ -181,6 +181,8 @@ def unfuse_trainer(trainer: Any) -> None:
 
 
 def _recipe_of(trainer: Any) -> Recipe:
+    from packaging.version import Version  # which trl and transformers bring, and torch does not
+
     installed = version("trl")
     if not Version(_OLDEST) <= Version(installed) < Version(_BELOW):
         raise ImportError(
