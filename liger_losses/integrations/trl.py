@@ -73,9 +73,10 @@ class FuseReport:
             before += ", with full logits of every position"
         lines = [
             f"{self.trainer} (trl {self.trl}) runs on fused heads",
-            f"  policy     {self.policy}",
+            f"  policy     {_folded(self.policy)}",
             *([f"  reference  {self._reference()}"] if self._reference() else []),
-            *([f"  teacher    {self.teacher or 'the policy itself'}"] if self.teacher or self.self_taught else []),
+            *([f"  teacher    {_folded(self.teacher)}"] if self.teacher else []),
+            *(["  teacher    the policy itself"] if self.self_taught and not self.teacher else []),
             f"  head products per step: {before}, {after}",
             *(f"  not replaced: {reason}" for reason in self.not_replaced),
         ]
@@ -83,10 +84,15 @@ class FuseReport:
 
     def _reference(self) -> str | None:
         if self.reference is not None:
-            return str(self.reference)
+            return _folded(self.reference)
         if not self.reference_pass:
             return "precomputed log-probabilities" if self.trainer.startswith(("DPO", "KTO")) else None
         return "the policy with its adapter off"
+
+
+def _folded(head: FusedHead) -> str:
+    """What it answers below what it is: one line is wider than most terminals."""
+    return str(head).replace("; ", ";\n             ", 1)
 
 
 def fuse_trainer(
