@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,6 @@ import liger_losses
 from benchmarks.cases import CASES
 from liger_losses.cli import doctor, estimate, models
 from liger_losses.cli.__main__ import main
-from liger_losses.cli.extras import CommandError
 from liger_losses.cli.gpus import gpus
 from liger_losses.cli.options import parse_bytes
 from liger_losses.cli.workloads import WORKLOADS
@@ -184,14 +184,15 @@ def test_marks_survive_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     seen = capsys.readouterr().out
     assert "\x1b" not in seen
     assert "…" not in seen
-    assert [line.split()[:2] for line in seen.splitlines() if " * " in line] == [["immediate", "*"]]
+    marked = [line.split()[:2] for line in seen.splitlines() if line.startswith(" ") and " * " in line]
+    assert marked == [["immediate", "*"]] * 2
     assert "7,269,360" in seen
     assert "does not fit the 141 GiB of this GPU: full logits, eager, cached." in seen
     assert "none: not even one example" in seen
     assert main([*base, "--memory-budget", "64GiB"]) == 0
     seen = capsys.readouterr().out
-    (cached,) = (line.split() for line in seen.splitlines() if line.startswith(" cached"))
-    assert cached[-2] == "raises"
+    cached = [cell for line in seen.splitlines() if line.startswith(" cached") for cell in line.split()[1:]]
+    assert cached[1:3] == ["-", "raises"]
     assert "raises: cached cannot do with a memory_budget of 64GiB, and the call raises." in seen
     assert main([*base, "--memory-budget", "1MiB"]) == 0
     seen = capsys.readouterr().out
@@ -200,6 +201,47 @@ def test_marks_survive_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main([*base, "--memory-budget", "1MiB", "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert [way["fits_the_budget"] for way in ways] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 72, 80, 120])
+def test_the_table_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line is wider, each number is there once, and each of the tables names its rows."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich a terminal
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["plan", "llama-3.1-8b", "--batch", "4", "--memory", "16GiB"]) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= columns
+    rows = [line.split()[2:] for line in lines if line.startswith(" immediate *")]
+    assert len(rows) == {40: 3, 60: 2}.get(columns, 1)
+    assert [number for row in rows for number in row] == ["4.00", "87.9", "2,389", "2,132", "112", "57,520"]
+    assert [sum(line.startswith(f" {way}") for line in lines) for way in ("full logits", "recompute")] == [
+        len(rows)
+    ] * 2
+
+
+def test_the_budget_of_a_faster_strategy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    base = ["plan", "llama-3.1-8b", "--batch", "4"]
+
+    def note(*more: str) -> list[str]:
+        assert main([*base, *more]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "less than *" in line]
+
+    assert note() == [
+        "cached would take 83.4 ms, less than *, but needs more than the default memory_budget: strategy='auto' takes it "
+        "with memory_budget=3198 << 20 (here --memory-budget 3198MiB)."
+    ]
+    (within,) = note("--memory-budget", "3GiB")
+    assert "needs more than 3GiB: " in within
+    assert note("--memory-budget", "3198MiB") == []  # it is *
+    assert note("--frozen") == []  # frozen is the fastest there is
+    assert note("--gpu", "rtx-4090", "--batch", "40") == []  # it does not fit the GPU
+    assert note("--memory-budget", "1MiB") == []  # auto raises
 
 
 def test_a_chart_names_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,157 +266,66 @@ def test_a_chart_names_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"--chart: got {str(chart)!r}, expected a folder to write to" in capsys.readouterr().err
 
 
-def _write(folder: Path, **config: Any) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def test_heads_of_configurations(tmp_path: Path) -> None:
-    gemma = {"hidden_size": 2560, "vocab_size": 262208, "tie_word_embeddings": True, "final_logit_softcapping": None}
-    folder = Path(_write(tmp_path, model_type="gemma3", text_config=gemma))
-    for path in (folder, folder / "config.json"):
-        head = models.find_head(str(path))
-        assert (head.hidden_size, head.vocab_size, head.softcap, head.defaults) == (2560, 262208, None, ())
-    gpt2 = models.from_config("gpt2", {"n_embd": 768, "vocab_size": 50257, "tie_word_embeddings": True})
-    assert gpt2.hidden_size == 768
-    assert models.find_head("GEMMA-2-2B").softcap == 30.0
-    assert len(models.known_models()) > 30
-
-
-def test_what_a_configuration_omits_is_its_class_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    gemma = _write(tmp_path / "a", model_type="gemma2", hidden_size=64, vocab_size=500)
-    head = models.find_head(gemma)
-    assert (head.tied, head.softcap) == (True, 30.0)
-    assert head.defaults == ("final_logit_softcapping", "tie_word_embeddings")
-    said = {"tie_word_embeddings": False, "final_logit_softcapping": None}
-    head = models.find_head(_write(tmp_path / "b", model_type="gemma2", hidden_size=64, vocab_size=500, **said))
-    assert (head.tied, head.softcap, head.defaults) == (False, None, ())
-    head = models.find_head(_write(tmp_path / "c", model_type="llama", vocab_size=500))
-    assert (head.hidden_size, head.vocab_size, head.tied) == (4096, 500, False)
-    head = models.find_head(_write(tmp_path / "d", model_type="qwen2_vl", text_config={"hidden_size": 1536}))
-    assert (head.hidden_size, head.vocab_size, head.tied) == (1536, 152064, False)
-    head = models.find_head(_write(tmp_path / "e", model_type="no such", hidden_size=64, vocab_size=500))
-    assert (head.tied, head.unsaid) == (None, ("tie_word_embeddings",))
-    pytest.importorskip("rich")
-    assert main(["plan", gemma]) == 0
-    assert "hence its class's default: final_logit_softcapping, tie_word_embeddings" in capsys.readouterr().out
-
-
-def test_without_transformers_what_is_omitted_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    head = models.find_head(_write(tmp_path, model_type="gemma2", hidden_size=64, vocab_size=500))
-    assert (head.tied, head.softcap) == (None, None)
-    assert head.unsaid == ("final_logit_softcapping", "tie_word_embeddings")
-    with pytest.raises(CommandError, match="no hidden_size in its configuration .* transformers, .* is not installed"):
-        models.find_head(_write(tmp_path, model_type="gemma2", vocab_size=500))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"model_type": "no such"},
-            "no hidden_size in its configuration (looked for hidden_size, n_embd, d_model, dim)",
-        ),
-        (
-            {"hidden_size": 64},
-            "no vocab_size in its configuration (looked for vocab_size, padded_vocab_size); no model_type",
-        ),
-        ({"hidden_size": 0, "vocab_size": 9}, "got hidden_size 0 in its configuration, expected an integer from 1 to"),
-        ({"hidden_size": 8, "vocab_size": 10**12}, "got vocab_size 1000000000000 in its configuration, expected an"),
-        (
-            {"hidden_size": 8, "vocab_size": 9, "final_logit_softcapping": 0},
-            "got final_logit_softcapping 0 in its configuration, expected null or a finite number above 0",
-        ),
-        ({"hidden_size": True, "vocab_size": 9}, "got hidden_size True in its configuration"),
-        ({"hidden_size": 8, "vocab_size": 9, "tie_word_embeddings": "no"}, "got tie_word_embeddings 'no' in its"),
-        (
-            {"model_type": "llama", "hidden_size": "64", "vocab_size": 9},
-            "transformers refuses it for model_type 'llama'",
-        ),
-    ],
-)
-def test_configurations_that_say_too_little(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    with pytest.raises(CommandError) as caught:
-        models.find_head(_write(tmp_path, **config))
-    assert str(caught.value).startswith(str(tmp_path / "config.json"))
-    assert message in str(caught.value)
-
-
-def test_folders_that_are_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def message(model: str) -> str:
-        with pytest.raises(CommandError) as caught:
-            models.find_head(model)
-        return str(caught.value)
-
-    assert message(str(tmp_path)) == f"{tmp_path}: a folder without a config.json (it has nothing)"
-    (tmp_path / "model.safetensors").touch()
-    assert "(it has model.safetensors)" in message(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
-    assert message(str(tmp_path)).endswith("its base model's: plan Qwen/Qwen3-8B")
-    for path in (str(tmp_path / "missing"), "./missing", "a/b/c", "config.jso/x.json"):
-        assert message(path) == f"{path}: no such file or folder"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "qwen3-8b").mkdir()
-    assert models.find_head("qwen3-8b").name == "Qwen/Qwen3-8B"  # an id, whatever lies here under its name
-
-
-# Models of the table whose sizes are the defaults of their class.
-_DEFAULT_SIZES = {
-    "qwen3": "Qwen/Qwen3-8B",
-    "qwen3_moe": "Qwen/Qwen3-30B-A3B",
-    "gemma2": "google/gemma-2-2b",
-    "gpt_oss": "openai/gpt-oss-120b",
-    "deepseek_v3": "deepseek-ai/DeepSeek-V3",
-}
-# By family: whether models are tied, and the softcap, where the class says it for all of them.
-_FAMILIES = {
-    "google/gemma-2": "gemma2", "google/gemma-3": "gemma3", "mistralai/": "mistral", "openai/gpt-oss": "gpt_oss",
-    "deepseek-ai/": "deepseek_v3", "meta-llama/Llama-3.1": "llama", "meta-llama/Llama-3.3": "llama",
-}  # fmt: skip
-
-
-def test_the_table_of_models_is_what_transformers_has() -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def default(kind: str) -> Any:
-        return transformers.CONFIG_MAPPING[kind]().get_text_config()
-
-    known = models.known_models()
-    for kind, name in _DEFAULT_SIZES.items():
-        built = default(kind)
-        assert (known[name].hidden_size, known[name].vocab_size) == (built.hidden_size, built.vocab_size), name
-    for prefix, kind in _FAMILIES.items():
-        built = default(kind)
-        members = [head for name, head in known.items() if name.startswith(prefix)]
-        assert members
-        for head in members:
-            softcap = getattr(built, "final_logit_softcapping", None)
-            assert (head.tied, head.softcap) == (built.tie_word_embeddings, softcap), head.name
-    assert known["google/gemma-3-4b-pt"].vocab_size == default("gemma3").vocab_size
-    for case in CASES.values():
-        named = [head for name, head in known.items() if name.lower().endswith(case.head.name)]
-        assert all((head.hidden_size, head.vocab_size) == (case.head.hidden, case.head.vocab) for head in named)
-
-
-def test_what_the_documentation_shows_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_documentation_shows_is_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("rich")
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     command, _, rest = page.partition("$ liger-losses plan ")[2].partition("\n")
     shown = rest.partition("```")[0].splitlines()
     assert len(shown) > 5
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *command.split()]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()][: len(shown)] == shown
+    rows = []
     for key, gpu in gpus().items():
-        basis = "measured" if gpu.measured else "data sheet"
-        row = (f"`{key}`", gpu.name, f"{gpu.gib} GiB", f"{gpu.tflops:,.0f} TFLOP/s", f"{gpu.tb_s:.2f} TB/s", basis)
-        assert f"| {' | '.join(row)} |" in page
+        rates = (f"{gpu.gib} GiB", f"{gpu.tflops:,.0f} TFLOP/s", f"{gpu.tb_s:.2f} TB/s")
+        rows.append(re.compile(rf"{key} +{' +'.join(rates)} +{gpu.source}"))
+        assert f"| {' | '.join((f'`{key}`', gpu.name, *rates, gpu.source))} |" in page
     assert main(["plan", "--list-gpus"]) == 0
-    assert capsys.readouterr().out.count("not measured") == len(gpus()) - 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(row.fullmatch(line) for row, line in zip(rows, lines, strict=False))
+    assert lines[len(rows)].startswith("data sheet: not measured, but 66% of")
+    assert max(map(len, lines)) <= 60
+
+
+def test_both_lists_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for options in (["--list-models"], ["--list-gpus"], ["--list-gpus", "--list-models"]):
+        assert main(["plan", *options]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[2] == "\n".join(printed[:2])
+    assert len(printed[0].splitlines()) == 1 + len(models.known_models())
+    assert max(map(len, printed[0].splitlines())) <= 60
+
+
+def test_names_are_known_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "Llama-3.1-8B", "--gpu", "h100", "--loss", "ce", "--logits-dtype", "input", "--json"]
+    assert main(arguments) == 0
+    lower = capsys.readouterr().out
+    assert main(["plan", *(a if a.startswith("--") else a.upper() for a in arguments[1:])]) == 0
+    assert capsys.readouterr().out == lower
+
+
+def test_torch_is_not_heard_about_a_missing_numpy() -> None:
+    """It warns while it is imported; the library alone leaves that as it is."""
+    program = """if True:
+        import sys
+        sys.modules["numpy"] = None
+        if sys.argv[1] == "library":
+            import torch
+        else:
+            from liger_losses.cli.__main__ import main
+            sys.exit(main(["plan", "llama-3.1-8b", "--json"]))
+    """
+    heard = {}
+    for who in ("library", "command"):
+        command = [sys.executable, "-c", program, who]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        heard[who] = run.stderr
+    assert heard["command"] == ""
+    assert "Failed to initialize NumPy" in heard["library"]  # or there would be nothing to leave out
 
 
 @pytest.mark.parametrize(
@@ -436,7 +387,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = f"{sys.executable} -u -m liger_losses.cli.__main__ plan --list-models | head -1"
     run = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("meta-llama/Llama-3.2-1B")
+    assert run.stdout.split() == ["model", "H", "V"]
     assert run.stderr == ""
 
 

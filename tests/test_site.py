@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
 
 ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = 100
 
 
 @pytest.mark.slow
@@ -31,6 +33,12 @@ def test_site(tmp_path: Path) -> None:
     for name, page in pages.items():
         fetched = re.findall(r"<(?:script|img|link)[^>]*?(?:src|href)=\"(https?:[^\"]+)\"", page)
         assert fetched == [], name
+    # Code does not scroll at 1280 pixels (docs/assets/site.css says how wide that is).
+    blocks = {name: re.findall(r"<pre[^>]*>(.*?)</pre>", page, flags=re.DOTALL) for name, page in pages.items()}
+    assert sum(map(len, blocks.values())) > 100
+    text = {name: html.unescape(re.sub(r"<[^>]+>", "", "\n".join(found))) for name, found in blocks.items()}
+    wide = [(name, line) for name, lines in text.items() for line in lines.splitlines() if len(line) > COLUMNS]
+    assert wide == []
     assert "dpo_loss" in pages["formulas.html"]
     assert "max(0, 1 - bD)" in pages["formulas.html"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -27,16 +28,16 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("model", nargs="?", help="config.json or its folder, or an id such as Qwen/Qwen2.5-7B")
     plan.add_argument("--list-models", action="store_true", help="name the models known offline, and stop")
     plan.add_argument("--list-gpus", action="store_true", help="name the GPUs and their rates, and stop")
-    plan.add_argument("--loss", choices=list(WORKLOADS), default="dpo", help="default: %(default)s")
+    plan.add_argument("--loss", type=str.lower, choices=list(WORKLOADS), default="dpo", help="default: %(default)s")
     plan.add_argument("--teacher", metavar="MODEL", help="of jsd and fkl: a model with the same vocabulary")
     plan.add_argument(
         "--batch", type=integer("--batch", 1, MOST_EXAMPLES), default=8, help="examples a step (or pairs)"
     )
     plan.add_argument("--length", type=integer("--length", 1, MOST_TOKENS), default=2048, help="tokens a row")
     plan.add_argument("--prompt", type=share("--prompt"), default=0.25, help="share of each row that is not scored")
-    plan.add_argument("--gpu", choices=gpu_names(), default="h200", help="default: %(default)s")
+    plan.add_argument("--gpu", type=str.lower, choices=gpu_names(), default="h200", help="default: %(default)s")
     plan.add_argument("--frozen", action="store_true", help="the head needs no gradient (LoRA elsewhere)")
-    plan.add_argument("--logits-dtype", choices=("float32", "input"), default="float32")
+    plan.add_argument("--logits-dtype", type=str.lower, choices=("float32", "input"), default="float32")
     plan.add_argument("--memory-budget", metavar="BYTES", help="as in the library: 512MiB, 4GiB")
     plan.add_argument(
         "--memory", metavar="BYTES", help="what the head may take in all: finds the largest batch and length"
@@ -65,6 +66,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    with warnings.catch_warnings():
+        # torch says it of itself while it is imported; no command here needs NumPy through torch.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
         command = import_module(f".{_MODULES[options.command]}", __package__)

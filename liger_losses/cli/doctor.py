@@ -225,8 +225,9 @@ def run(options: argparse.Namespace) -> int:
     print(f"liger-losses {found['liger-losses']}, Python {found['python']}, {found['system']}")
     print(", ".join(f"{name} {version or '-'}" for name, version in found["packages"].items()))
     print(f"CUDA/HIP {found['cuda'] or '-'}; {'; '.join(found['devices']) or 'no accelerator'}; tested on {device}\n")
+    print(f"      {'':36s} {'':8s} {'':6s} error    allowed")
     for row in rows:
-        detail = row.get("failure") or f"error {row['error']:.1e}, allowed {row['allowed']:.1e}"
-        print(f"{'ok  ' if row['ok'] else 'FAIL'}  {row['check']:38s} {row['dtype']:9s} {row['kernel']:7s} {detail}")
+        detail = row.get("failure") or f"{row['error']:.1e}  {row['allowed']:.1e}"
+        print(f"{'ok  ' if row['ok'] else 'FAIL'}  {row['check']:36s} {row['dtype']:8s} {row['kernel']:6s} {detail}")
     print(f"\n{'every self-test passed' if passed else 'a self-test FAILED: please report all of the above'}")
     return 0 if passed else 1

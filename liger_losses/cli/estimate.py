@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..chunked.planner import STRATEGIES, plan
+from ..chunked.planner import STRATEGIES, default_budget, plan
 from ..chunked.problem import Plan
 from ..chunked.strategies import cost
 from .gpus import Gpu
@@ -210,6 +210,22 @@ def estimates(step: Step, gpu: Gpu) -> list[Estimate]:
     if not step.workload.divergence:
         peers.append(trl_head(step, gpu))
     return [*peers, *ours(step, gpu)]
+
+
+def with_more_memory(step: Step, gpu: Gpu, found: list[Estimate]) -> Estimate | None:
+    """The fastest of our strategies, where `"auto"` takes another one only because `step.memory_budget` or its default
+    is too small for it, and the GPU is not."""
+    chosen = next((one for one in found if one.chosen), None)
+    if chosen is None:
+        return None
+    budget = default_budget(plan_of(step).problem) if step.memory_budget is None else step.memory_budget
+    faster = [
+        one
+        for one in found
+        if one.least is not None and budget < one.least <= gpu.gib << 30 and one.milliseconds < chosen.milliseconds
+        if plan_of(replace(step, memory_budget=one.least)).strategy == one.way
+    ]
+    return min(faster, key=lambda one: one.milliseconds, default=None)
 
 
 def largest(step: Step, way: str, memory: int) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""What an optional extra brings, or the command that brings it."""
+"""What a user can mend, and what every command counts in."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from .. import _extras
 
 MIB = 2**20
 
@@ -15,7 +16,6 @@ class CommandError(Exception):
 def require(module: str, extra: str = "cli") -> Any:
     """The module, or a `CommandError` that names the extra it comes with."""
     try:
-        return importlib.import_module(module)
+        return _extras.require(module, extra)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise CommandError(f"{package} is not installed; it comes with: pip install 'liger-losses[{extra}]'") from error
+        raise CommandError(str(error)) from error

@@ -36,6 +36,11 @@ class Gpu:
         return self.tb_s / self.sheet_tb_s
 
     @property
+    def source(self) -> str:
+        """`basis` in a word or two."""
+        return "measured" if self.measured else "data sheet"
+
+    @property
     def basis(self) -> str:
         """Where the rates come from, for whoever reads a figure made of them."""
         if self.measured:

@@ -12,11 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .extras import CommandError
+from .extras import CommandError, require
 
 # By which names configurations of transformers know the two sizes.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _VOCAB = ("vocab_size", "padded_vocab_size")
+_MOST_BYTES = 16 << 20  # of a configuration
 MOST_SIZE = 1 << 24  # of a head's sizes: a hundred times today's, and planned in a moment
 # Of these the class in transformers has a softcap, or may come to have one, that a configuration need not repeat.
 _SOFTCAPPED = ("gemma", "vaultgemma")
@@ -124,25 +125,52 @@ def _class_defaults(where: str, config: Mapping[str, Any], fields: Sequence[str]
 
 def find_head(model: str) -> Head:
     """`model`: a `config.json` or its folder; an id or its last part that the table has; an id that the hub has."""
-    path = Path(model).expanduser()
+    try:
+        return _find_head(model, Path(model).expanduser())
+    except OSError as error:  # access rights, a name that is too long, a disk that fails
+        raise CommandError(f"{error.filename or model}: cannot be read: {error.strerror or error}") from error
+
+
+def _find_head(model: str, path: Path) -> Head:
     if path.is_file() or (path / "config.json").is_file():
         path = path if path.is_file() else path / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise CommandError(f"{path}: cannot be read as JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise CommandError(f"{path}: got {type(config).__name__}, expected a JSON object")
-        return from_config(path.resolve().parent.name or path.name, config, where=str(path))
+        return from_config(path.resolve().parent.name or path.name, _read(path), where=str(path))
     for name, head in known_models().items():
         if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):
             return head
     if path.is_dir():
         raise CommandError(f"{model}: {_without_config(path)}")
+    if path.exists():
+        raise CommandError(f"{model}: neither a file nor a folder; a pipe or a device is not read")
     # An id is a name or owner/name; anything else can only be a path.
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith(".") or path.suffix == ".json":
         raise CommandError(f"{model}: no such file or folder")
     return _from_hub(model)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+
+    def expected(seen: str) -> CommandError:
+        return CommandError(f"{path}: got {seen}, expected a config.json")
+
+    with path.open("rb") as file:  # weights, given by mistake, are not all read
+        read = file.read(_MOST_BYTES + 1)
+    if len(read) > _MOST_BYTES:
+        raise expected(f"a file of more than {_MOST_BYTES >> 20} MiB")
+    if not read.strip():
+        raise expected("an empty file")
+    try:
+        config = json.loads(read.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise expected("a binary file (it is not UTF-8)") from error
+    except (ValueError, RecursionError) as error:
+        raise expected(
+            "a binary file (it has NUL bytes)" if b"\0" in read else f"text that is no JSON ({error})"
+        ) from error
+    if not isinstance(config, dict):
+        raise expected(f"a JSON {type(config).__name__}, not an object")
+    return config
 
 
 def _without_config(folder: Path) -> str:
@@ -151,23 +179,19 @@ def _without_config(folder: Path) -> str:
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
         return f"a folder with an adapter and no config.json; the head is its base model's: plan {base}"
     except (OSError, ValueError, KeyError, TypeError):
+        if (folder / "config.json").exists():
+            return "a folder whose config.json is no file"
         names = sorted(path.name for path in folder.iterdir())
     return f"a folder without a config.json (it has {', '.join(names[:6]) or 'nothing'}{', ...' if names[6:] else ''})"
 
 
 def _from_hub(model: str) -> Head:
+    missing = f"{model}: no such file, not in the table (--list-models), and not had from the hub: "
     try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise CommandError(
-            f"{model}: no such file, not in the table (--list-models), and transformers, which could ask the hub, is "
-            "not installed"
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(model)
+        config = require("transformers", "trl").AutoConfig.from_pretrained(model)
+    except CommandError as error:
+        raise CommandError(f"{missing}{error}") from error
     except Exception as error:  # the network, the name, access rights: whatever it is, it is the user's to know
         first = str(error).partition("\n")[0]
-        raise CommandError(
-            f"{model}: no such file, not in the table (--list-models), and not had from the hub: {first}"
-        ) from error
+        raise CommandError(f"{missing}{first}") from error
     return from_config(model, config.to_dict())

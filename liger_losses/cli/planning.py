@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .estimate import Estimate, Step, estimates, largest
+from .estimate import Estimate, Step, estimates, largest, with_more_memory
 from .extras import MIB, CommandError, require
-from .gpus import Gpu, gpus
+from .gpus import MEASURED, Gpu, gpus
 from .models import Head, find_head, known_models
 from .options import make_folder, memory
 from .workloads import WORKLOADS
@@ -20,13 +21,9 @@ CHARTS = (".png", ".svg", ".pdf")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.list_models:
-        for name, head in known_models().items():
-            print(f"{name:40s} H {head.hidden_size:6,d}  V {head.vocab_size:8,d}{'  tied' * bool(head.tied)}")
-        return 0
-    if options.list_gpus:
-        for key, gpu in gpus().items():
-            print(f"{key:10s} {gpu.gib:4d} GiB {gpu.tflops:7,.0f} TFLOP/s {gpu.tb_s:5.2f} TB/s  {gpu.basis}")
+    if options.list_models or options.list_gpus:
+        lists = [_list_models] * options.list_models + [_list_gpus] * options.list_gpus
+        print("\n\n".join("\n".join(lines()) for lines in lists))
         return 0
     if not options.model:
         raise CommandError(
@@ -50,6 +47,29 @@ def run(options: argparse.Namespace) -> int:
         # Beside --json, standard output is the JSON alone.
         print(f"chart: {chart}{', in a new folder' * new}", file=sys.stderr if options.json else sys.stdout)
     return 0
+
+
+def _list_models() -> list[str]:
+    known = known_models()
+    wide = max(map(len, known))
+    lines = [f"{'model':{wide}s} {'H':>6s} {'V':>7s}"]
+    for name, head in known.items():
+        lines.append(f"{name:{wide}s} {head.hidden_size:6,d} {head.vocab_size:7,d}{' tied' * bool(head.tied)}")
+    return lines
+
+
+def _list_gpus() -> list[str]:
+    known = gpus()
+    lines = [
+        f"{key:10s} {gpu.gib:4d} GiB {gpu.tflops:7,.0f} TFLOP/s {gpu.tb_s:5.2f} TB/s  {gpu.source}"
+        for key, gpu in known.items()
+    ]
+    reached = known[MEASURED]
+    return [
+        *lines,
+        f"data sheet: not measured, but {reached.tflops_share:.0%} of its products",
+        f"and {reached.tb_s_share:.0%} of its bandwidth, as an {reached.name} reaches",
+    ]
 
 
 def _chart_path(text: str) -> Path:
@@ -127,15 +147,15 @@ def _title(head: Head, gpu: Gpu, step: Step, options: argparse.Namespace) -> str
 
 def _print(title: str, found: list[Estimate], fits: dict[str, tuple[int, int]], notes: list[str]) -> None:
     make_console = require("rich.console").Console
+    make_table = require("rich.table").Table
     console = make_console()
-    console.print(title, style="bold", highlight=False, soft_wrap=True)
-    table = require("rich.table").Table(box=None)
-    table.add_column("way", no_wrap=True)
-    names = ["products", "ms", "MiB", "least MiB"]
+    # In a pipe a sentence is a line; a terminal's are broken between words.
+    soft_wrap = not console.is_terminal
+    console.print(title, style="bold", highlight=False, soft_wrap=soft_wrap)
+    names = ["way", "products", "ms", "MiB", "least\nMiB"]
     if fits:
-        names += ["largest batch", "largest length"]
-    for name in names:
-        table.add_column(name, justify="right")
+        names += ["largest\nbatch", "largest\nlength"]
+    rows = []
     for one in found:
         # What `auto` takes is marked by a character: in a pipe, and under NO_COLOR, there is neither bold nor green.
         cells = [one.way + " *" * one.chosen, f"{one.products:.2f}"]
@@ -145,10 +165,30 @@ def _print(title: str, found: list[Estimate], fits: dict[str, tuple[int, int]], 
             cells += [f"{one.milliseconds:,.1f}", f"{one.workspace / MIB:,.0f}"]
         cells.append("" if one.least is None else f"{one.least / MIB:,.0f}")
         cells += [f"{number:,}" if number else "none" for number in fits.get(one.way, ())]
-        table.add_row(*cells, style="bold green" if one.chosen else None)
-    # As wide as its numbers are: rich would cut them short in a pipe or a narrow terminal.
-    make_console(width=max(120, console.width)).print(table)
-    console.print("\n".join(notes), style="dim", highlight=False, soft_wrap=True)
+        rows.append(cells)
+    for columns in _folded(list(zip(names, *rows, strict=True)), console.width):
+        table = make_table(box=None)
+        for column in columns:
+            table.add_column(names[column], justify="right" if column else "left", vertical="bottom", no_wrap=True)
+        for one, cells in zip(found, rows, strict=True):
+            table.add_row(*(cells[column] for column in columns), style="bold green" if one.chosen else None)
+        # As wide as its numbers are: rich would cut short what has no room even alone.
+        make_console(width=max(120, console.width)).print(table)
+    console.print("\n".join(notes), style="dim", highlight=False, soft_wrap=soft_wrap)
+
+
+def _folded(columns: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """Which columns stand in which of the tables, one below the other, that are no wider: the first is in each."""
+    first, *others = [2 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    tables: list[list[int]] = []
+    left = 0
+    for column, wide in enumerate(others, start=1):
+        if not tables or wide > left:
+            tables.append([0])
+            left = width - first
+        tables[-1].append(column)
+        left -= wide
+    return tables
 
 
 def _notes(
@@ -169,11 +209,19 @@ def _notes(
     if head.unsaid:
         unsaid = ", ".join(head.unsaid)
         notes.append(f"not in the configuration, and no class of transformers at hand to have a default: {unsaid}")
+    more = with_more_memory(step, gpu, found)
     notes += [
         f"products: of 2 N H V over the {step.scored:,} scored tokens. MiB: peak of forward and backward beyond "
         "inputs and returned gradients.",
         "least MiB: the smallest memory_budget. *: what strategy='auto' takes.",
     ]
+    if more is not None:
+        budget = options.memory_budget or "the default memory_budget"
+        mib = (more.least or 0) // MIB
+        notes.append(
+            f"{more.way} would take {more.milliseconds:,.1f} ms, less than *, but needs more than {budget}: "
+            f"strategy='auto' takes it with memory_budget={mib} << 20 (here --memory-budget {mib}MiB)."
+        )
     raising = [one.way for one in found if one.workspace is None]
     if raising:
         auto = "" if any(one.chosen for one in found) else ", and so does strategy='auto'"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses._checks import is_dtensor
+from liger_losses._extras import require
 from liger_losses.chunked.placements import gathered, spread_as, spread_rows, tensor_parallel_dimension
 
 
@@ -26,8 +27,7 @@ def check(layer: Any, model: str) -> None:
         ValueError: It is no LoRA layer, or a variant of LoRA other than DoRA, or DoRA with dropout, a bias
             or another adapter beside it.
     """
-    from peft.tuners import lora
-
+    lora = require("peft.tuners.lora", "trl")
     kind = type(layer)
     quantised = kind.__module__ == "peft.tuners.lora.bnb" and isinstance(layer, lora.LoraLayer)
     if not isinstance(layer, lora.Linear) and not quantised:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.utils import ModelOutput
+
+from liger_losses.integrations._outputs import ModelOutput
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_losses.chunked.placements import gathered, tensor_parallel_dimension
 from liger_losses.integrations import _adapters, _quantised
+from liger_losses.integrations._outputs import BaseModelOutputWithPast
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

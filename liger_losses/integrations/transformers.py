@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from liger_losses._checks import check_flag, check_temperature
 from liger_losses.chunked.active import ActiveVocabulary
@@ -24,6 +23,7 @@ from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._answer import FusedHeadOutput
 from liger_losses.integrations._head import base_model, check_head, head_options, output_head
 from liger_losses.integrations._linear_logits import linear_logits as unprojected
+from liger_losses.integrations._outputs import ModelOutput
 from liger_losses.integrations._scoring import (
     DIFFERENTIABLE,
     STATISTICS,

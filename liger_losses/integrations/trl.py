@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from packaging.version import Version
-
 from liger_losses._checks import check_flag
+from liger_losses._extras import require
 from liger_losses.integrations._recipe import Recipe
 from liger_losses.integrations._recipes import recipe_of
 from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
 from liger_losses.integrations.transformers import FusedHead, fuse_head, unfuse_head
 
+require("trl", "trl")  # whoever has no TRL is told so here, not with a trainer in hand
 _OLDEST, _BELOW = "1.15", "2"
 _STATE = "_liger_fusion"
 
@@ -73,9 +73,10 @@ class FuseReport:
             before += ", with full logits of every position"
         lines = [
             f"{self.trainer} (trl {self.trl}) runs on fused heads",
-            f"  policy     {self.policy}",
+            f"  policy     {_folded(self.policy)}",
             *([f"  reference  {self._reference()}"] if self._reference() else []),
-            *([f"  teacher    {self.teacher or 'the policy itself'}"] if self.teacher or self.self_taught else []),
+            *([f"  teacher    {_folded(self.teacher)}"] if self.teacher else []),
+            *(["  teacher    the policy itself"] if self.self_taught and not self.teacher else []),
             f"  head products per step: {before}, {after}",
             *(f"  not replaced: {reason}" for reason in self.not_replaced),
         ]
@@ -83,10 +84,15 @@ class FuseReport:
 
     def _reference(self) -> str | None:
         if self.reference is not None:
-            return str(self.reference)
+            return _folded(self.reference)
         if not self.reference_pass:
             return "precomputed log-probabilities" if self.trainer.startswith(("DPO", "KTO")) else None
         return "the policy with its adapter off"
+
+
+def _folded(head: FusedHead) -> str:
+    """What it answers below what it is: one line is wider than most terminals."""
+    return str(head).replace("; ", ";\n             ", 1)
 
 
 def fuse_trainer(
@@ -181,6 +187,8 @@ def unfuse_trainer(trainer: Any) -> None:
 
 
 def _recipe_of(trainer: Any) -> Recipe:
+    from packaging.version import Version  # which trl and transformers bring, and torch does not
+
     installed = version("trl")
     if not Version(_OLDEST) <= Version(installed) < Version(_BELOW):
         raise ImportError(

@@ -177,7 +177,8 @@ class _SoftAndHard(_Distillation):
 class LigerFusedLinearJSDLoss(_SoftAndHard):
     """Generalised Jensen-Shannon divergence of a teacher, mixed with the labels' cross entropy, over two heads.
 
-        loss = (weight_soft_loss * sum_t JSD_t + weight_hard_loss * sum_t -log p_t[label]) / max(1, scored tokens)
+        loss = (weight_soft_loss * sum_t JSD_t + weight_hard_loss * sum_t -log p_t[label])
+               / max(1, scored tokens)
 
     **Half of it is a cross entropy by default**, as in liger-kernel; `weight_hard_loss=0.0, weight_soft_loss=1.0` is
     the divergence alone. The temperature divides both sides' logits of the divergence, is not made up for by its
@@ -238,7 +239,8 @@ class LigerFusedLinearJSDLoss(_SoftAndHard):
 class LigerFusedLinearCosineSimilarityLoss(_SoftAndHard):
     """`beta * (1 - cos)` of the two models' logits, mixed with the labels' cross entropy, over two heads.
 
-        loss = (weight_soft_loss * sum_t beta (1 - cos_t) + weight_hard_loss * sum_t -log p_t[label]) / max(1, scored)
+        loss = (weight_soft_loss * sum_t beta (1 - cos_t) + weight_hard_loss * sum_t -log p_t[label])
+               / max(1, scored tokens)
 
     Args:
         weight_hard_loss, weight_soft_loss, ignore_index, compiled, chunk_size, return_soft_hard_loss and the
