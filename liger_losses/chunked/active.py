@@ -38,7 +38,6 @@ from ..kernels import (
     gather_columns,
     gather_rows,
     matmul,
-    weighted_sum,
     wide_dtype,
 )
 from ..kernels.tile_statistics import row_slices
@@ -102,20 +101,24 @@ class TileGradient:
             tail = count - start if start <= count < start + entries.shape[1] else None
             yield self.columns[start : start + PANEL], entries, tail
 
+    @property
+    def tail(self) -> Tensor:
+        """`[n]` what the entries of the tail add up to."""
+        assert self.columns is not None
+        return self.entries[:, len(self.columns)]
+
     def product(
         self,
         weight: Tensor,  # [V, H]
         out: Tensor,  # [n, H]
         wide: torch.dtype,
     ) -> Tensor:
-        """`G W`, summed in `wide`."""
-        assert self.profile is not None
+        """`G W` of the active columns, summed in `wide`."""
         one = self.entries.shape[1] <= PANEL
         total = out if one else torch.zeros(out.shape, dtype=wide, device=out.device)
-        for ids, entries, tail in self.panels():
+        for ids, entries, _ in self.panels():
             rows = torch.empty(entries.shape[1], weight.shape[1], dtype=weight.dtype, device=weight.device)
-            gather_rows(weight, ids, None if tail is None else weighted_sum(weight, self.profile), rows)
-            matmul(entries, rows, out=total, accumulate=not one)
+            matmul(entries, gather_rows(weight, ids, rows), out=total, accumulate=not one)
         return out if one else out.copy_(total)
 
 

@@ -37,7 +37,7 @@ def cost(plan: Plan) -> float:
     """Time in units of one product: the products themselves plus what is moved besides."""
     p = plan.problem
     moved = 0.0
-    if plan.strategy == "immediate" and p.weight_grad:
+    if plan.strategy == "immediate" and p.weight_grad and not plan.whole_cache:
         moved = plan.groups * 2 * p.vocab_size * p.hidden_size * p.statistics_bytes
     elif plan.strategy == "recompute":
         blocks = -(-p.vocab_size // plan.vocab_block)
@@ -165,7 +165,7 @@ def _active_cached(p: Problem, budget: int) -> Plan:
         rows = max(1, min(PRODUCT_ROWS, largest) // logit_rows) * logit_rows
         needed = workspace_of(rows, logit_rows)
         cache = max(0, min(budget - needed, p.active_bytes(p.tokens, CROSSOVER)))
-        whole = exact_cached(p, budget).workspace + rows * p.padded_vocab * p.compute_bytes
+        whole = _whole_cache(p, budget, rows)
         once = 1.0 + p.teacher_gemms
         gemms = once + p.hidden_grad + p.weight_grad + once * (whole > budget)
         return Plan(
@@ -174,6 +174,11 @@ def _active_cached(p: Problem, budget: int) -> Plan:
         )  # fmt: skip
 
     return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
+
+
+def _whole_cache(p: Problem, budget: int, rows: int) -> int:
+    """Bytes, where the first tile's `rows` turned out to be multiplied whole and all of `G` is kept from there on."""
+    return exact_cached(p, budget).workspace + rows * p.padded_vocab * p.compute_bytes
 
 
 def exact_cached(p: Problem, budget: int) -> Plan:
@@ -231,9 +236,14 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     if cache:
         more = max(0, min(budget - workspace, p.active_bytes(longest - rows, CROSSOVER) - cache))
         workspace, cache = workspace + more, cache + more
+    keeps = p.active and p.separability == "token" and p.weight_grad and not p.wide_weight_sum
+    whole = _whole_cache(p, budget, rows) if keeps else budget + 1
+    if whole <= budget:
+        workspace = max(workspace, whole)
     return Plan(
-        p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace, budget, len(groups), cache_bytes=cache
-    )
+        p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace, budget, len(groups), cache_bytes=cache,
+        whole_cache=whole <= budget,
+    )  # fmt: skip
 
 
 def _streamed(count: int, rows: int) -> int:

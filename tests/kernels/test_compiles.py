@@ -20,6 +20,7 @@ from liger_losses.kernels import (
     Emit,
     LogitTransform,
     RowState,
+    RowTails,
     TeacherTile,
     shard_numbers,
 )
@@ -292,15 +293,16 @@ def test_merge_kernel(compiler: Callable[[Any, str], Launch], names: tuple[str, 
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, BF16), (BF16, BF16), (F32, F16), (F32, F32)], ids=str)
-@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize(("per_row", "tails"), [(True, False), (False, False), (True, True)])
 def test_scaled_cast_kernel(
-    compiler: Callable[[Any, str], Launch], kind: torch.dtype, dtype: torch.dtype, per_row: bool
+    compiler: Callable[[Any, str], Launch], kind: torch.dtype, dtype: torch.dtype, per_row: bool, tails: bool
 ) -> None:
     launch = compiler(scaled_cast_triton, "_scaled_cast_kernel")
     scaled_cast_triton.scaled_cast_triton(
         torch.zeros(ROWS, COLUMNS, dtype=kind),
         VECTOR if per_row else VECTOR[0],
         torch.zeros(ROWS, COLUMNS, dtype=dtype),
+        RowTails(VECTOR, TARGET.int(), torch.zeros(2, COLUMNS)) if tails else None,
     )
     assert launch.vector("ld") == launch.best(kind)
     assert launch.vector("st") == launch.best(dtype)
@@ -326,7 +328,7 @@ def test_active_vocabulary_kernels(
     weighed = column_extent_triton.column_extent_triton(tile, scale)
     column_choice_triton.choose_columns_triton(weighed, TARGET, None if aligned else 0.1, 0.1)
     active_columns_triton.gather_columns_triton(tile, ids, VECTOR, torch.zeros(ROWS, 8, dtype=kind))
-    active_columns_triton.gather_rows_triton(weight, ids, sums[0] if aligned else None, out)
+    active_columns_triton.gather_rows_triton(weight, ids, out)
     active_columns_triton.add_rows_triton(sums, torch.zeros(9, dtype=torch.bool) if aligned else None, ids, part)
     weighted_sum_triton.weighted_sum_triton(weight, torch.zeros(9))
     for launch in (extent, summed, *chosen, mean, columns, gathered, added):
