@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -162,6 +162,7 @@ class Selection:
         extent = column_extent(gradient, scale)
         self._row_sums = extent.row_sums
         self._choice = choose_columns(extent, target, eps=rule.eps, share=DROPPED[gradient.dtype])
+        self.profile = self._choice.profile
         self._count = count
         count.send(self._choice.count)
 
@@ -177,7 +178,7 @@ class Selection:
         ids, width = self._choice.ids[:count], -(-(count + 1) // _ROUND) * _ROUND
         entries = torch.empty(rows, width, dtype=self._gradient.dtype, device=self._gradient.device)
         gather_columns(self._gradient, ids, self._row_sums, entries)
-        return TileGradient(entries, ids, self._choice.profile)
+        return TileGradient(entries, ids, self.profile)
 
     def _dropped(self, whole: bool) -> Tensor:
         """Each row's sum of the entries in the tail, in size."""
@@ -243,6 +244,14 @@ class ActiveVocabularyReport:
     def dropped_max(self) -> Tensor:
         """Largest of `dropped`."""
         return self.dropped.max()
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A tile whose columns are being chosen."""
+
+    gradient: Callable[[], TileGradient]  # waits until the device has counted them
+    profile: Tensor | None = None  # [V] of the tail, should the tile not be multiplied whole; known to the device alone
 
 
 def unweighed(entries: Tensor) -> TileGradient:

@@ -89,7 +89,17 @@ def forward(
     by_columns = not emit and 0 < plan.forward_columns < walk.vocab_size
     if by_columns:
         _fold_columns(walk, state)
-    exact = walk.active is None
+    at_positions = walk.scored.at_positions
+
+    def at_all() -> tuple[list[Tensor], Tensor, Tensor]:
+        compact = walk.statistics(state)
+        return (
+            [at_positions(compact[name]) for name in names],
+            at_positions(state.lse),
+            at_positions(state.gradient_scale),
+        )
+
+    exact, found = walk.active is None, None
     tiles = [] if by_columns else tile_ranges(count, plan.tile_rows)
     room = plan.cache_bytes
     for ranges, following in zip(tiles, [*tiles[1:], None], strict=False):
@@ -99,7 +109,15 @@ def forward(
         walk.project(tokens, part, emit, entries)
         if entries is None:
             continue
-        gradient = TileGradient(entries) if exact else walk.gradient(entries, tokens, part.gradient_scale, following)
+        gradient = TileGradient(entries)
+        if not exact:
+            weighed = walk.weigh(entries, tokens, part.gradient_scale, following)
+            if following is None:
+                # All that does not depend on the columns, before waiting for their number.
+                found = at_all()
+                if hidden is not None:
+                    hidden.expect(weighed.profile)
+            gradient = weighed.gradient()
         if hidden is not None:
             hidden.add(gradient, ranges)
         if exact or active is None or not keep_gradient:
@@ -113,12 +131,8 @@ def forward(
         room -= 0 if active[-1] is None else active[-1].entries.nbytes
     if not emit:
         walk.merge(state)
-    compact = walk.statistics(state)
-    at_positions = walk.scored.at_positions
     return (
-        [at_positions(compact[name]) for name in names],
-        at_positions(state.lse),
-        at_positions(state.gradient_scale),
+        *(at_all() if found is None else found),
         HiddenSums(_nothing(walk)) if hidden is None else hidden.sums(),
         _nothing(walk) if cache is None else cache,
     )

@@ -40,6 +40,7 @@ class HiddenGradient:
         make = torch.empty if scored.index is None else torch.zeros
         self._kept = make(hidden.shape, dtype=precision.compute, device=hidden.device)
         self._profiles: list[Tensor] = []
+        self._sums: Tensor | None = None
         self._tails = self._tiles = self._kept.new_empty(0)
 
     def add(self, gradient: TileGradient, ranges: Ranges) -> None:
@@ -71,17 +72,24 @@ class HiddenGradient:
         self._scored.fill(len(self._profiles), self._tiles, ranges)
         self._profiles.append(gradient.profile)
 
+    def expect(self, profile: Tensor | None) -> None:
+        """Only this tile is still to come: what its tail needs is begun while its columns are counted."""
+        if profile is not None:
+            self._sums = self._profile_sums([*self._profiles, profile])
+
     def sums(self) -> HiddenSums:
         if not self._profiles:
             return HiddenSums(self._kept)
-        return HiddenSums(self._kept, self._tails, self._tiles, self._profile_sums())
+        sums = self._profile_sums(self._profiles) if self._sums is None else self._sums
+        return HiddenSums(self._kept, self._tails, self._tiles, sums)
 
-    def _profile_sums(self) -> Tensor:
+    def _profile_sums(self, each: list[Tensor]) -> Tensor:
         """`Q W`. For 16-bit weights `Q` is two parts, the second of what rounding to 16 bits took from the first."""
-        weight, wide, count = self._weight, self._precision.statistics, len(self._profiles)
+        weight, wide, count = self._weight, self._precision.statistics, len(each)
+        profiles = torch.stack(each)
         if weight.dtype == wide:
-            return torch.stack(self._profiles) @ weight
-        profiles = torch.stack(self._profiles).mul_(_PROFILE_UNIT)
+            return profiles @ weight
+        profiles.mul_(_PROFILE_UNIT)
         parts = padded_empty(2 * count, weight.shape[0], weight.dtype, weight.device)
         parts[:count] = profiles
         parts[count:] = profiles.sub_(parts[:count])

@@ -210,7 +210,7 @@ def _group(
             if after is None and walk.choosing:
                 late = weighed
             else:
-                gradient = weighed()
+                gradient = weighed.gradient()
                 if product is not None:
                     product.add(gradient, piece)
             if after is not None and gradient is not None:
@@ -224,7 +224,9 @@ def _group(
         coefficients = Coefficients(coefficients.factor * state.gradient_scale)
     if late is not None:
         # While the host evaluated the loss, the device counted the columns and went on to the next tile.
-        (piece, rows, part, _), gradient = parts.pop(), late()
+        if product is not None and following is None:
+            product.expect(late.profile)
+        (piece, rows, part, _), gradient = parts.pop(), late.gradient()
         parts.append((piece, rows, part, gradient))
         if product is not None:
             product.add(gradient, piece)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from ..kernels import (
     matmul,
     tile_gradient,
 )
-from .active import ActiveVocabulary, HostCount, Selection, TileGradient, unweighed
+from .active import ActiveVocabulary, HostCount, Selection, TileGradient, Weighed, unweighed
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
 from .hidden_gradient import HiddenGradient
@@ -309,7 +309,7 @@ class TileWalk:
 
     def weigh(
         self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
-    ) -> Callable[[], TileGradient]:
+    ) -> Weighed:
         """What the products of a tile multiply, given its `G` `[n, V]` up to a `scale` per row: started on, to be asked
         for late.
 
@@ -317,9 +317,9 @@ class TileWalk:
         at `following`, which `project` is to be asked for next.
         """
         if self.active is None or entries.shape[0] == 0:
-            return lambda: TileGradient(entries)
+            return Weighed(lambda: TileGradient(entries))
         if self._flat:
-            return lambda: unweighed(entries)
+            return Weighed(lambda: unweighed(entries))
         labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
         own = tile.target - self.first_column if labelled else None
         selection = Selection(self.active, entries, scale, own, self._count)
@@ -331,13 +331,13 @@ class TileWalk:
             self._flat = found.columns is None
             return found
 
-        return chosen
+        return Weighed(chosen, selection.profile)
 
     def gradient(
         self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
     ) -> TileGradient:
         """`weigh`, and wait."""
-        return self.weigh(entries, tile, scale, following)()
+        return self.weigh(entries, tile, scale, following).gradient()
 
     def hidden_gradient(self) -> HiddenGradient:
         """Of every position, to be added to."""

@@ -23,7 +23,6 @@ from .tailed_cast import tailed_cast
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
-from .weighted_sum import weighted_sum
 
 __all__ = [
     "ACTIVATIONS",
@@ -74,6 +73,5 @@ __all__ = [
     "tile_gradient",
     "transformed",
     "visit_bytes",
-    "weighted_sum",
     "wide_dtype",
 ]

@@ -13,7 +13,6 @@ from liger_losses.kernels import (
     gather_columns,
     gather_rows,
     tailed_cast,
-    weighted_sum,
 )
 
 from .conftest import INTERPRETED
@@ -178,17 +177,6 @@ def test_nothing_to_move(device: str) -> None:
     assert gather_columns(ones[:0], none, sums, torch.empty(0, 8, device=device)).shape == (0, 8)
     assert gather_rows(ones, none, torch.empty(0, 3, device=device)).shape == (0, 3)
     assert add_rows(torch.ones(2, 3, device=device), None, none, torch.empty(0, 3, device=device)).sum() == 6
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("shape", [(3, 5), (7, 259), (540, 33)], ids=str)
-def test_weighted_sum(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    tile = padded(*shape, dtype, device)
-    weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(5)).to(device)
-    mean = weighted_sum(tile, weights)
-    assert mean.dtype == F32
-    torch.testing.assert_close(mean.double(), weights.double() @ tile.double(), rtol=1e-5, atol=1e-4)
-    assert torch.equal(mean, weighted_sum(tile, weights))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])

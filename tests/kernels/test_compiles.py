@@ -47,7 +47,6 @@ from liger_losses.kernels import (  # noqa: E402
     tailed_cast_triton,
     tile_gradient_triton,
     tile_statistics_triton,
-    weighted_sum_triton,
 )
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -316,7 +315,6 @@ def test_active_vocabulary_kernels(
 ) -> None:
     extent = compiler(column_extent_triton, "_extent_kernel")
     compiler(rows_triton, "_sum_kernel")
-    mean = compiler(weighted_sum_triton, "_weighted_sum_kernel")
     summed = compiler(column_extent_triton, "_extent_sum_kernel")
     chosen = [compiler(column_choice_triton, f"_{name}_kernel") for name in ("below", "mark", "compact")]
     columns, gathered, added = (
@@ -330,14 +328,12 @@ def test_active_vocabulary_kernels(
     active_columns_triton.gather_columns_triton(tile, ids, VECTOR, torch.zeros(ROWS, 8, dtype=kind))
     active_columns_triton.gather_rows_triton(weight, ids, out)
     active_columns_triton.add_rows_triton(sums, torch.zeros(9, dtype=torch.bool) if aligned else None, ids, part)
-    weighted_sum_triton.weighted_sum_triton(weight, torch.zeros(9))
-    for launch in (extent, summed, *chosen, mean, columns, gathered, added):
+    for launch in (extent, summed, *chosen, columns, gathered, added):
         assert launch.assembly
         assert not launch.atomics()  # the same bits twice
-        assert not aligned or launch in (extent, summed, *chosen, mean, columns) or launch.vector("ld") == 16
-    # These read ahead, into shared memory.
-    for launch in (extent, mean):
-        assert not aligned or re.search(r"cp\.async\.cg\.shared\.global\b.*, 0x10\b", launch.assembly)
+        assert not aligned or launch in (extent, summed, *chosen, columns) or launch.vector("ld") == 16
+    # It reads ahead, into shared memory.
+    assert not aligned or re.search(r"cp\.async\.cg\.shared\.global\b.*, 0x10\b", extent.assembly)
     assert not aligned or gathered.vector("st") == added.vector("st") == 16
 
 
