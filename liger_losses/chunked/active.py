@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +38,6 @@ from ..kernels import (
     gather_columns,
     gather_rows,
     matmul,
-    weighted_sum,
     wide_dtype,
 )
 from ..kernels.tile_statistics import row_slices
@@ -102,20 +101,24 @@ class TileGradient:
             tail = count - start if start <= count < start + entries.shape[1] else None
             yield self.columns[start : start + PANEL], entries, tail
 
+    @property
+    def tail(self) -> Tensor:
+        """`[n]` what the entries of the tail add up to."""
+        assert self.columns is not None
+        return self.entries[:, len(self.columns)]
+
     def product(
         self,
         weight: Tensor,  # [V, H]
         out: Tensor,  # [n, H]
         wide: torch.dtype,
     ) -> Tensor:
-        """`G W`, summed in `wide`."""
-        assert self.profile is not None
+        """`G W` of the active columns, summed in `wide`."""
         one = self.entries.shape[1] <= PANEL
         total = out if one else torch.zeros(out.shape, dtype=wide, device=out.device)
-        for ids, entries, tail in self.panels():
+        for ids, entries, _ in self.panels():
             rows = torch.empty(entries.shape[1], weight.shape[1], dtype=weight.dtype, device=weight.device)
-            gather_rows(weight, ids, None if tail is None else weighted_sum(weight, self.profile), rows)
-            matmul(entries, rows, out=total, accumulate=not one)
+            matmul(entries, gather_rows(weight, ids, rows), out=total, accumulate=not one)
         return out if one else out.copy_(total)
 
 
@@ -159,6 +162,7 @@ class Selection:
         extent = column_extent(gradient, scale)
         self._row_sums = extent.row_sums
         self._choice = choose_columns(extent, target, eps=rule.eps, share=DROPPED[gradient.dtype])
+        self.profile = self._choice.profile
         self._count = count
         count.send(self._choice.count)
 
@@ -174,7 +178,7 @@ class Selection:
         ids, width = self._choice.ids[:count], -(-(count + 1) // _ROUND) * _ROUND
         entries = torch.empty(rows, width, dtype=self._gradient.dtype, device=self._gradient.device)
         gather_columns(self._gradient, ids, self._row_sums, entries)
-        return TileGradient(entries, ids, self._choice.profile)
+        return TileGradient(entries, ids, self.profile)
 
     def _dropped(self, whole: bool) -> Tensor:
         """Each row's sum of the entries in the tail, in size."""
@@ -240,6 +244,14 @@ class ActiveVocabularyReport:
     def dropped_max(self) -> Tensor:
         """Largest of `dropped`."""
         return self.dropped.max()
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A tile whose columns are being chosen."""
+
+    gradient: Callable[[], TileGradient]  # waits until the device has counted them
+    profile: Tensor | None = None  # [V] of the tail, should the tile not be multiplied whole; known to the device alone
 
 
 def unweighed(entries: Tensor) -> TileGradient:

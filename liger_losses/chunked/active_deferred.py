@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import Emit, differentiable_once, remember_implementation, scaled_cast
+from ..kernels import Emit, differentiable_once, remember_implementation
 from .active import TileGradient
 from .deferred import backward, forward, outside_autocast, tile_ranges
 from .head_tensors import HeadTensors
+from .hidden_gradient import HiddenSums, finish_hidden_gradient
 from .walk import TileWalk
-from .weight_gradient import WeightGradient, finish_weight_gradient
+from .weight_gradient import finish_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ActiveFunction(torch.autograd.Function):
         kept: list[TileGradient | None] = []
         with outside_autocast(hidden.device):
             walk = call.walk(hidden, weight, bias, call.tensors)
-            values, lse, scale, product, cache = forward(walk, call.names, call.needs, walk.scored.count, kept)
+            values, lse, scale, of_hidden, cache = forward(walk, call.names, call.needs, walk.scored.count, kept)
         tensors = [part for t in kept if t is not None for part in (t.entries, t.columns, t.profile)]
         if all(tile is not None for tile in kept):
             # No tile is projected again, and the teacher has said all it has to say.
@@ -58,7 +59,7 @@ class ActiveFunction(torch.autograd.Function):
         remember_implementation(ctx)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, name in zip(values, call.names, strict=True) if name != call.one))
-        ctx.save_for_backward(hidden, weight, bias, lse, scale, product, cache, *tensors)
+        ctx.save_for_backward(hidden, weight, bias, lse, scale, cache, *of_hidden, *tensors)
         return tuple(values)
 
     @staticmethod
@@ -68,7 +69,9 @@ class ActiveFunction(torch.autograd.Function):
         sent = upstream[call.names.index(call.one)]
         if sent is None:
             return None, None, None, None
-        hidden, weight, bias, lse, scale, product, cache, *tensors = ctx.saved_tensors
+        hidden, weight, bias, lse, scale, cache, *tensors = ctx.saved_tensors
+        count = len(HiddenSums._fields)
+        of_hidden, tensors = HiddenSums(*tensors[:count]), tensors[count:]
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         with outside_autocast(hidden.device):
             walk = call.walk(hidden, weight, bias, call.tensors)
@@ -77,12 +80,12 @@ class ActiveFunction(torch.autograd.Function):
             if cache.dim() == 2 or not any(call.needs[1:]):
                 # A first tile with most of its columns active, or a frozen head.
                 coefficients = (each, None, None, None)
-                found = backward(walk, call.needs, coefficients, lse, None, scale, product, cache, dtypes)
+                found = backward(walk, call.needs, coefficients, lse, None, scale, of_hidden, cache, dtypes)
                 return (*found, None)
             parts = iter(tensors)
             kept = [TileGradient(next(parts), next(parts), next(parts)) if one else None for one in ctx.kept]
             weights = _weight_gradient(walk, kept, each * scale, lse, call.needs, dtypes)
-            d_hidden = scaled_cast(product, each * scale, dtypes[0]) if call.needs[0] else None
+            d_hidden = finish_hidden_gradient(of_hidden, each * scale, dtypes[0]) if call.needs[0] else None
             # However the other ranks come by their weights' gradients, this is where all of them meet.
             d_hidden = walk.finish_hidden(d_hidden)
         return d_hidden, *weights, None
@@ -96,7 +99,7 @@ def _weight_gradient(
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Tensor | None]:
-    total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
+    total = walk.weight_gradient(needs)
     tiles = tile_ranges(walk.scored.count, walk.plan.tile_rows)
     entries = None
     if any(gradient is None for gradient in kept):

@@ -14,18 +14,18 @@ from ..kernels import (
     bernoulli_tile,
     divergence_gradient,
     matmul,
-    scaled_cast,
     tile_gradient,
 )
 from .active import TileGradient
 from .head import Precision
 from .head_tensors import logit_coefficients
+from .hidden_gradient import HiddenSums, finish_hidden_gradient
 from .parallel import VocabularyShard
 from .problem import Problem
 from .teacher import Teacher
 from .tokens import Ranges
 from .walk import State, TileWalk
-from .weight_gradient import WeightGradient, finish_weight_gradient, power_of_two_at_least
+from .weight_gradient import finish_weight_gradient, power_of_two_at_least
 
 
 def describe(
@@ -70,7 +70,7 @@ def forward(
     needs: tuple[bool, bool, bool],
     cache_rows: int,
     active: list[TileGradient | None] | None = None,  # with an active vocabulary: receives what is kept of each tile
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[list[Tensor], Tensor, Tensor, HiddenSums, Tensor]:
     """Statistics at every position (zero where not scored), `lse`, the row factor of `G`, `G W` and `G`.
 
     With a teacher `lse` is `[5, R * T]`, see `DivergenceState`. The last two are empty where they are not kept.
@@ -79,7 +79,7 @@ def forward(
     keep_product = plan.strategy in ("cached", "frozen") and needs[0]
     keep_gradient = plan.strategy == "cached" and (needs[1] or needs[2])
     emit = Emit.GRADIENT if keep_product or keep_gradient else Emit.NOTHING
-    kept = walk.kept_hidden() if keep_product else _nothing(walk)
+    hidden = walk.hidden_gradient() if keep_product else None
     cache = walk.buffer(cache_rows, walk.precision.compute) if keep_gradient and active is None else None
     if cache is not None:
         # While tracing the cache has room for every position; an operator's output is never left unwritten.
@@ -89,7 +89,17 @@ def forward(
     by_columns = not emit and 0 < plan.forward_columns < walk.vocab_size
     if by_columns:
         _fold_columns(walk, state)
-    exact = walk.active is None
+    at_positions = walk.scored.at_positions
+
+    def at_all() -> tuple[list[Tensor], Tensor, Tensor]:
+        compact = walk.statistics(state)
+        return (
+            [at_positions(compact[name]) for name in names],
+            at_positions(state.lse),
+            at_positions(state.gradient_scale),
+        )
+
+    exact, found = walk.active is None, None
     tiles = [] if by_columns else tile_ranges(count, plan.tile_rows)
     room = plan.cache_bytes
     for ranges, following in zip(tiles, [*tiles[1:], None], strict=False):
@@ -99,9 +109,17 @@ def forward(
         walk.project(tokens, part, emit, entries)
         if entries is None:
             continue
-        gradient = TileGradient(entries) if exact else walk.gradient(entries, tokens, part.gradient_scale, following)
-        if keep_product:
-            walk.hidden_product(gradient, kept, ranges)
+        gradient = TileGradient(entries)
+        if not exact:
+            weighed = walk.weigh(entries, tokens, part.gradient_scale, following)
+            if following is None:
+                # All that does not depend on the columns, before waiting for their number.
+                found = at_all()
+                if hidden is not None:
+                    hidden.expect(weighed.profile)
+            gradient = weighed.gradient()
+        if hidden is not None:
+            hidden.add(gradient, ranges)
         if exact or active is None or not keep_gradient:
             continue
         if start == 0 and gradient.columns is None and plan.whole_cache:
@@ -113,13 +131,9 @@ def forward(
         room -= 0 if active[-1] is None else active[-1].entries.nbytes
     if not emit:
         walk.merge(state)
-    compact = walk.statistics(state)
-    at_positions = walk.scored.at_positions
     return (
-        [at_positions(compact[name]) for name in names],
-        at_positions(state.lse),
-        at_positions(state.gradient_scale),
-        kept,
+        *(at_all() if found is None else found),
+        HiddenSums(_nothing(walk)) if hidden is None else hidden.sums(),
         _nothing(walk) if cache is None else cache,
     )
 
@@ -145,7 +159,7 @@ def backward(
     lse: Tensor,
     entropy: Tensor | None,
     scale: Tensor,
-    kept: Tensor,
+    product: HiddenSums,
     cache: Tensor,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -153,35 +167,17 @@ def backward(
     if walk.plan.strategy == "recompute":
         hidden, weight, bias = _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
         return walk.finish_hidden(hidden), weight, bias
-    count = walk.scored.count
-    everything = ((0, count),)
     at_rows = coefficients[0] * scale
     weight = bias = None
     if needs[1] or needs[2]:
+        count = walk.scored.count
+        everything = ((0, count),)
+        total = walk.weight_gradient(needs, keep=True)
         factor = walk.scored.gather(at_rows, everything)
-        weight, bias = _finished_product(walk, cache[:count], walk.tile_hidden(everything), factor, needs, dtypes)
-    hidden = scaled_cast(kept, at_rows, dtypes[0]) if needs[0] else None
+        total.add(TileGradient(cache[:count]), walk.tile_hidden(everything), factor)
+        weight, bias = finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
+    hidden = finish_hidden_gradient(product, at_rows, dtypes[0]) if needs[0] else None
     return walk.finish_hidden(hidden), weight, bias
-
-
-def _finished_product(
-    walk: TileWalk,
-    gradient: Tensor,
-    hidden: Tensor,
-    factor: Tensor,
-    needs: tuple[bool, bool, bool],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-) -> tuple[Tensor | None, Tensor | None]:
-    """`dW` and `db` from one product over all tokens: rounded once, no running sum."""
-    compute = walk.precision.compute
-    if needs[1] and not needs[2] and compute == dtypes[1] and compute != torch.float16:
-        scaled = scaled_cast(hidden, factor, compute)
-        del hidden
-        out = torch.empty(walk.weight.shape, dtype=compute, device=walk.hidden.device)
-        return matmul(gradient.t(), scaled, out=out), None
-    total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
-    total.add(TileGradient(gradient), hidden, factor)
-    return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
 
 
 def _backward_recompute(

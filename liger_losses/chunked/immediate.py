@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation, scaled_cast
+from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation
 from .active import TileGradient
+from .hidden_gradient import HiddenGradient, HiddenSums, finish_hidden_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tile import Coefficients
 from .tokens import Ranges, UnitGroup, group_units, split_ranges
@@ -142,22 +143,23 @@ class ImmediateFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         walk, needs = call.walk, call.needs
         tiles = LossTiles(call)
-        kept = walk.kept_hidden() if needs[0] else None
+        product = walk.hidden_gradient() if needs[0] else None
         factor = torch.zeros(hidden.shape[0], dtype=walk.precision.statistics, device=hidden.device)
-        total = WeightGradient(walk.weight.shape, walk.precision, weight=needs[1], bias=needs[2])
+        total = walk.weight_gradient(needs, keep=walk.plan.whole_cache)
         problem = walk.plan.problem
         groups = group_units(
             walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units, problem.unit_rows
         )
         for group, following in zip(groups, [*groups[1:], None], strict=True):
             first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
-            coefficients = _group(walk, group, tiles, kept, total, first)
+            coefficients = _group(walk, group, tiles, product, total, first)
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
         remember_implementation(ctx)
         ctx.set_materialize_grads(False)
         ctx.needs, ctx.shard = needs, walk.shard
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        ctx.save_for_backward(kept, factor, *total.tensors(hidden.device))
+        of_hidden = HiddenSums(hidden) if product is None else product.sums()
+        ctx.save_for_backward(factor, *of_hidden, *total.tensors(hidden.device))
         metrics = tiles.metrics()
         extra = [*metrics.values(), *tiles.reported()]
         ctx.mark_non_differentiable(*extra)
@@ -169,9 +171,10 @@ class ImmediateFunction(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return None, None, None, None
-        kept, factor, *totals = ctx.saved_tensors
-        hidden = scaled_cast(kept, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
-        weight, bias = finish_weight_gradient(WeightSums(*totals), upstream, ctx.dtypes)
+        factor, *sums = ctx.saved_tensors
+        of_hidden, totals = HiddenSums(*sums[: len(HiddenSums._fields)]), WeightSums(*sums[len(HiddenSums._fields) :])
+        hidden = finish_hidden_gradient(of_hidden, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
+        weight, bias = finish_weight_gradient(totals, upstream, ctx.dtypes)
         return hidden if ctx.shard is None else ctx.shard.finish_hidden(hidden), weight, bias, None
 
 
@@ -179,7 +182,7 @@ def _group(
     walk: TileWalk,
     group: UnitGroup,
     tiles: LossTiles,
-    kept: Tensor | None,
+    product: HiddenGradient | None,
     total: WeightGradient,
     following: Ranges | None,  # the first tile of the next group
 ) -> Coefficients:
@@ -190,7 +193,9 @@ def _group(
     pieces = split_ranges(group.tokens, walk.plan.tile_rows)
     sizes = [sum(stop - start for start, stop in piece) for piece in pieces]
     state = walk.state(group.count, tiles.names)
-    buffer = walk.buffer(max(sizes), walk.precision.compute)
+    buffer = total.buffer(max(sizes))
+    if buffer is None:
+        buffer = walk.buffer(max(sizes), walk.precision.compute)
     emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
     done, room, late = 0, walk.plan.cache_bytes, None
     parts: list[tuple[Ranges, slice, State, TileGradient | None]] = []
@@ -205,9 +210,9 @@ def _group(
             if after is None and walk.choosing:
                 late = weighed
             else:
-                gradient = weighed()
-                if kept is not None:
-                    walk.hidden_product(gradient, kept, piece)
+                gradient = weighed.gradient()
+                if product is not None:
+                    product.add(gradient, piece)
             if after is not None and gradient is not None:
                 gradient = gradient.kept(room)
                 room -= 0 if gradient is None else gradient.entries.nbytes
@@ -219,10 +224,12 @@ def _group(
         coefficients = Coefficients(coefficients.factor * state.gradient_scale)
     if late is not None:
         # While the host evaluated the loss, the device counted the columns and went on to the next tile.
-        (piece, rows, part, _), gradient = parts.pop(), late()
+        if product is not None and following is None:
+            product.expect(late.profile)
+        (piece, rows, part, _), gradient = parts.pop(), late.gradient()
         parts.append((piece, rows, part, gradient))
-        if kept is not None:
-            walk.hidden_product(gradient, kept, piece)
+        if product is not None:
+            product.add(gradient, piece)
     befores = [part[0] for part in parts[:-1]]
     for (piece, rows, part, gradient), before in zip(reversed(parts), [*reversed(befores), following], strict=True):
         entries, tile = buffer[: rows.stop - rows.start], walk.tile(piece)
@@ -232,7 +239,7 @@ def _group(
             assert isinstance(part, RowState)
             walk.combine(entries, tile, part, coefficients.rows(rows))
             gradient = walk.gradient(entries, tile, following=before)
-            if kept is not None:
-                walk.hidden_product(gradient, kept, piece)
+            if product is not None:
+                product.add(gradient, piece)
         total.add(TileGradient(entries) if gradient is None else gradient, tile.hidden, coefficients.factor[rows])
     return coefficients

@@ -22,6 +22,7 @@ from ..kernels import (
 from .deferred import backward, describe, forward, outside_autocast
 from .head import Precision
 from .head_tensors import HeadTensors
+from .hidden_gradient import HiddenSums
 from .loss import gradient_order, only_logprob
 from .parallel import VocabularyShard
 from .planner import make_plan
@@ -126,8 +127,8 @@ def token_statistics(
             teacher_weight, teacher_bias, teacher_logits,
         )  # fmt: skip
         rows = walk.scored.count if row_counts is not None else hidden.shape[0]
-        values, *for_backward = forward(walk, options.names, options.needs, rows)
-        return [*values, *for_backward]
+        values, lse, scale, product, cache = forward(walk, options.names, options.needs, rows)
+        return [*values, lse, scale, product.kept, cache]
 
 
 @token_statistics.register_fake
@@ -205,7 +206,8 @@ def token_statistics_backward(
         sent = [None if g is None else torch.where(mask, g, 0).to(lse.dtype) for g in given]
         coefficients = (torch.zeros_like(gradient_scale) if sent[0] is None else sent[0], sent[1], sent[2], sent[3])
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        gradients = backward(walk, options.needs, coefficients, lse, entropy, gradient_scale, kept, cache, dtypes)
+        product = HiddenSums(kept)
+        gradients = backward(walk, options.needs, coefficients, lse, entropy, gradient_scale, product, cache, dtypes)
         return [hidden.new_empty(0) if g is None else g for g in gradients]
 
 

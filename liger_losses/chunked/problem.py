@@ -73,14 +73,16 @@ class Problem:
         return self.weight_grad * self.vocab_size * self.hidden_size * self.weight_itemsize
 
     def compaction_bytes(self, rows: int) -> int:
-        """What an active vocabulary adds to a tile, at most: its columns, what they are multiplied with, a product in
-        fp32, the sums that chose them, and the hidden rows of the tile that is projected meanwhile."""
+        """What an active vocabulary adds to tiles of so many rows, at most: the columns of one, what they are
+        multiplied with, a product in fp32, the sums that chose them, the hidden rows of the tile that is projected
+        meanwhile, and the profiles of all tails, with what becomes of them before their product with the weight."""
         if not self.active:
             return 0
         panel = min(PANEL, self.vocab_size) * self.hidden_size * (self.compute_bytes + self.statistics_bytes)
         product = rows * self.hidden_size * (self.statistics_bytes + self.compute_bytes)
         cuts = 2 * self.vocab_size.bit_length() + 8
-        return self.active_bytes(rows, CROSSOVER) + panel + product + cuts * self.vocab_size * 5
+        profiles = -(-self.tokens // max(rows, 1)) * self.vocab_size * 3 * self.statistics_bytes
+        return self.active_bytes(rows, CROSSOVER) + panel + product + cuts * self.vocab_size * 5 + profiles
 
     def active_bytes(self, rows: int, share: float) -> int:
         """`G` of the active columns of `rows` tokens, where they are `share` of the vocabulary."""

@@ -20,6 +20,7 @@ PRODUCT_ROWS = 3072
 # multiples of 384 run at the full rate from 768 on, while 896, 1,024 and 2,048 rows lose 2 to 6 %.
 _LOGIT_ROWS = (1536, 1152, 768, 384, 256, ROW_BLOCK)
 FULL_RATE_ROWS = 768
+_FULL_RATE_STEP = 384
 
 # Vocabulary columns a block: at most, and at least where blocks are a choice.
 _MOST_COLUMNS = 8192
@@ -37,7 +38,7 @@ def cost(plan: Plan) -> float:
     """Time in units of one product: the products themselves plus what is moved besides."""
     p = plan.problem
     moved = 0.0
-    if plan.strategy == "immediate" and p.weight_grad:
+    if plan.strategy == "immediate" and p.weight_grad and not plan.whole_cache:
         moved = plan.groups * 2 * p.vocab_size * p.hidden_size * p.statistics_bytes
     elif plan.strategy == "recompute":
         blocks = -(-p.vocab_size // plan.vocab_block)
@@ -165,7 +166,7 @@ def _active_cached(p: Problem, budget: int) -> Plan:
         rows = max(1, min(PRODUCT_ROWS, largest) // logit_rows) * logit_rows
         needed = workspace_of(rows, logit_rows)
         cache = max(0, min(budget - needed, p.active_bytes(p.tokens, CROSSOVER)))
-        whole = exact_cached(p, budget).workspace + rows * p.padded_vocab * p.compute_bytes
+        whole = _whole_cache(p, budget, rows)
         once = 1.0 + p.teacher_gemms
         gemms = once + p.hidden_grad + p.weight_grad + once * (whole > budget)
         return Plan(
@@ -174,6 +175,11 @@ def _active_cached(p: Problem, budget: int) -> Plan:
         )  # fmt: skip
 
     return min(map(plan_with, _logit_rows(p)), key=_fast_rows)
+
+
+def _whole_cache(p: Problem, budget: int, rows: int) -> int:
+    """Bytes, where the first tile's `rows` turned out to be multiplied whole and all of `G` is kept from there on."""
+    return exact_cached(p, budget).workspace + rows * p.padded_vocab * p.compute_bytes
 
 
 def exact_cached(p: Problem, budget: int) -> Plan:
@@ -198,7 +204,7 @@ def exact_cached(p: Problem, budget: int) -> Plan:
 def _plan_immediate(p: Problem, budget: int) -> Plan:
     # Logits and gradient tile share the budget: fewer rows projected at a time where that lets a unit stay whole.
     plans = [_immediate_with(p, budget, rows) for rows in _logit_rows(p)]
-    return min(plans, key=lambda plan: (plan.workspace > budget, cost(plan)))
+    return min(plans, key=lambda plan: (plan.workspace > budget, cost(plan), plan.groups))
 
 
 def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
@@ -218,6 +224,8 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
         return max(forward, backward) - p.returned_bytes
 
     capacity = _largest(workspace_of, budget, p)
+    if p.separability == "token":
+        capacity = _even(p.tokens, capacity, logit_rows)
     groups = group_units(_rows_or_one(p), p.separability, capacity, p.max_units, p.unit_rows)
     largest = max(group.count for group in groups)
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
@@ -231,9 +239,24 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     if cache:
         more = max(0, min(budget - workspace, p.active_bytes(longest - rows, CROSSOVER) - cache))
         workspace, cache = workspace + more, cache + more
+    keeps = p.active and p.separability == "token" and p.weight_grad and not p.wide_weight_sum
+    whole = _whole_cache(p, budget, rows) if keeps else budget + 1
+    if whole <= budget:
+        workspace = max(workspace, whole)
     return Plan(
-        p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace, budget, len(groups), cache_bytes=cache
-    )
+        p, "immediate", rows, logit_rows, p.vocab_size, gemms, workspace, budget, len(groups), cache_bytes=cache,
+        whole_cache=whole <= budget,
+    )  # fmt: skip
+
+
+def _even(tokens: int, capacity: int, logit_rows: int) -> int:
+    """Rows a tile: no more tiles than with `capacity` rows each, of nearly one size, and projected at the full rate.
+
+    A tile costs the host as much whatever its size, and the last one's work is done with the device waiting.
+    """
+    each = -(-tokens // -(-max(tokens, 1) // capacity))
+    sizes = (-(-each // step) * step for step in (logit_rows, _FULL_RATE_STEP, ROW_BLOCK))
+    return next((rows for rows in sizes if 0 < rows <= capacity), capacity)
 
 
 def _streamed(count: int, rows: int) -> int:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from ..kernels import LogitTransform
+from .problem import padded_columns
 from .tokens import Ranges, split_ranges
+
+
+def padded_empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[rows, columns]` with rows on 8-element boundaries, so that an odd vocabulary keeps the aligned product path."""
+    return torch.empty(rows, padded_columns(columns), dtype=dtype, device=device)[:, :columns]
 
 
 @dataclass(frozen=True)

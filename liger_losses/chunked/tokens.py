@@ -177,6 +177,14 @@ class ScoredOnDevice:
             into[start:stop].copy_(values[done : done + stop - start])
             done += stop - start
 
+    def fill(self, value: int, into: Tensor, ranges: Ranges) -> None:
+        """`scatter` of one value."""
+        if self.index is not None:
+            into.index_fill_(0, self._positions(ranges), value)
+            return
+        for start, stop in ranges:
+            into[start:stop].fill_(value)
+
     def at_positions(self, values: Tensor) -> Tensor:
         """`[..., R * T]`, a new tensor, from `[..., n]` of all scored tokens; zero where nothing is scored."""
         if self.index is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -23,14 +23,15 @@ from ..kernels import (
     matmul,
     tile_gradient,
 )
-from .active import ActiveVocabulary, HostCount, Selection, TileGradient, unweighed
+from .active import ActiveVocabulary, HostCount, Selection, TileGradient, Weighed, unweighed
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
+from .hidden_gradient import HiddenGradient
 from .parallel import VocabularyShard, merge, visit_divergence
-from .problem import Plan, padded_columns
-from .strategies import PRODUCT_ROWS
-from .tile import Coefficients, TokenTile, slices_of
-from .tokens import Ranges, ScoredOnDevice, split_ranges
+from .problem import Plan
+from .tile import Coefficients, TokenTile, padded_empty
+from .tokens import Ranges, ScoredOnDevice
+from .weight_gradient import WeightGradient
 
 State = RowState | BernoulliState | DivergenceState
 
@@ -100,9 +101,8 @@ class TileWalk:
         return state.statistics(self.all_columns, self.tensors.column_weights)
 
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """`[rows, V]` with rows on 8-element boundaries, so that an odd vocabulary keeps the aligned product path."""
-        padded = torch.empty(rows, padded_columns(self.vocab_size), dtype=dtype, device=self.hidden.device)
-        return padded[:, : self.vocab_size]
+        """`[rows, V]`."""
+        return padded_empty(rows, self.vocab_size, dtype, self.hidden.device)
 
     def tile_hidden(self, ranges: Ranges) -> Tensor:
         """`[n, H]` hidden states of compact `ranges`, in the compute dtype."""
@@ -259,8 +259,7 @@ class TileWalk:
         assert teacher.weight is not None
         if self._teacher_logits is None:
             dtype, rows = self.precision.logits, self.plan.logit_rows
-            padded = torch.empty(rows, padded_columns(width), dtype=dtype, device=self.hidden.device)
-            self._teacher_logits = padded[:, :width]
+            self._teacher_logits = padded_empty(rows, width, dtype, self.hidden.device)
         hidden = self.scored.gather(teacher.hidden, ranges).to(self.precision.compute)
         return teacher.tile(matmul(hidden, teacher.weight[:width].t(), out=self._teacher_logits[: len(hidden)]))
 
@@ -310,7 +309,7 @@ class TileWalk:
 
     def weigh(
         self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
-    ) -> Callable[[], TileGradient]:
+    ) -> Weighed:
         """What the products of a tile multiply, given its `G` `[n, V]` up to a `scale` per row: started on, to be asked
         for late.
 
@@ -318,9 +317,9 @@ class TileWalk:
         at `following`, which `project` is to be asked for next.
         """
         if self.active is None or entries.shape[0] == 0:
-            return lambda: TileGradient(entries)
+            return Weighed(lambda: TileGradient(entries))
         if self._flat:
-            return lambda: unweighed(entries)
+            return Weighed(lambda: unweighed(entries))
         labelled = tile.positives is None and (self.teacher is None or self.teacher.divergence.hard_weight > 0)
         own = tile.target - self.first_column if labelled else None
         selection = Selection(self.active, entries, scale, own, self._count)
@@ -332,33 +331,19 @@ class TileWalk:
             self._flat = found.columns is None
             return found
 
-        return chosen
+        return Weighed(chosen, selection.profile)
 
     def gradient(
         self, entries: Tensor, tile: TokenTile, scale: Tensor | None = None, following: Ranges | None = None
     ) -> TileGradient:
         """`weigh`, and wait."""
-        return self.weigh(entries, tile, scale, following)()
+        return self.weigh(entries, tile, scale, following).gradient()
 
-    def hidden_product(self, gradient: TileGradient, kept: Tensor, ranges: Ranges) -> None:
-        """`G W` of a tile, written to its positions in `kept` `[R * T, H]`."""
-        entries = gradient.entries
-        if entries.shape[0] == 0:
-            return
-        step = PRODUCT_ROWS if gradient.columns is None else entries.shape[0]
-        for piece, rows in zip(split_ranges(ranges, step), slices_of(entries.shape[0], step), strict=True):
-            direct = self.scored.index is None and len(piece) == 1
-            out = kept[slice(*piece[0])] if direct else torch.empty(
-                rows.stop - rows.start, kept.shape[1], dtype=kept.dtype, device=kept.device
-            )  # fmt: skip
-            if gradient.columns is None:
-                matmul(entries[rows], self.weight, out=out)
-            else:
-                gradient.product(self.weight, out, self.precision.statistics)
-            if not direct:
-                self.scored.scatter(out, kept, piece)
+    def hidden_gradient(self) -> HiddenGradient:
+        """Of every position, to be added to."""
+        return HiddenGradient(self.hidden, self.weight, self.scored, self.precision)
 
-    def kept_hidden(self) -> Tensor:
-        """Room for `G W` of every position; positions that are not scored stay zero."""
-        make = torch.empty if self.scored.index is None else torch.zeros
-        return make(self.hidden.shape, dtype=self.precision.compute, device=self.hidden.device)
+    def weight_gradient(self, needs: tuple[bool, bool, bool], *, keep: bool = False) -> WeightGradient:
+        """Of weight and bias, to be added to; with `keep` one product over all tokens where it rounds but once."""
+        rows = self.scored.count if keep and not self.plan.problem.wide_weight_sum else 0
+        return WeightGradient(self.weight.shape, self.precision, weight=needs[1], bias=needs[2], rows=rows)

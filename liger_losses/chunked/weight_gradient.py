@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels import add_rows, matmul, scaled_cast, tailed_cast
 from .active import TileGradient
 from .head import Precision
+from .tile import padded_empty
 
 
 class WeightSums(NamedTuple):
@@ -21,10 +22,16 @@ class WeightSums(NamedTuple):
     written: Tensor | None  # [V] bool: rows of `weight` that hold something; None: all
     profiles: Tensor | None  # [tiles, V]
     sums: Tensor | None  # [tiles, H]: to `weight` comes `profiles^T sums`
+    entries: Tensor | None = None  # [N, V]; where all of `G` was kept, instead of the above
+    hidden: Tensor | None = None  # [N, H]
+    factor: Tensor | None = None  # [N]
 
 
 class WeightGradient:
     """`dW = sum over tiles of G^T (c * x)` and `db = sum of G^T c`, in fp32 until the one cast in `finish`.
+
+    With `rows` all of `G` is kept instead, of so many tokens, if the first tile is a whole one: one product is made in
+    `finish`, rounded once, with no running sum.
 
     With an active vocabulary most rows of `dW` receive the tails' part alone. They are never written, and the tails'
     part, of rank one for each tile, is added where the sum is read to be cast.
@@ -33,7 +40,7 @@ class WeightGradient:
     sum is kept relative to that, and `finish` multiplies it back in fp32.
     """
 
-    def __init__(self, shape: torch.Size, precision: Precision, *, weight: bool, bias: bool) -> None:
+    def __init__(self, shape: torch.Size, precision: Precision, *, weight: bool, bias: bool, rows: int = 0) -> None:
         self._shape = (shape[0], shape[1])
         self._precision = precision
         self._want_weight, self._want_bias = weight, bias
@@ -42,6 +49,13 @@ class WeightGradient:
         self.unit: Tensor | None = None
         self._written: Tensor | None = None
         self._tails: dict[str, list[tuple[Tensor, Tensor]]] = {"weight": [], "bias": []}
+        self._rows, self._entries = rows, torch.empty(0)
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def buffer(self, rows: int) -> Tensor | None:
+        """Where the next tile's `G` `[rows, V]` is best written: among what is kept, if anything is."""
+        done = sum(len(hidden) for hidden, _ in self._kept)
+        return self._entries[done : done + rows] if done else None
 
     def add(
         self,
@@ -50,6 +64,9 @@ class WeightGradient:
         factor: Tensor,  # [n]
     ) -> None:
         if hidden.shape[0] == 0:
+            return
+        if self._kept or (self._rows and self.weight is None and gradient.columns is None):
+            self._keep(gradient.entries, hidden, factor)
             return
         if self._precision.compute == torch.float16:
             factor = self._relative(factor)
@@ -69,6 +86,18 @@ class WeightGradient:
             else:
                 self.bias = self._empty(shape, hidden.device).zero_() if self.bias is None else self.bias
                 self._add_columns("bias", self.bias, None, gradient, column)
+
+    def _keep(self, entries: Tensor, hidden: Tensor, factor: Tensor) -> None:
+        place = self.buffer(len(entries))
+        if place is None:
+            alone = len(entries) == self._rows
+            self._entries = (
+                entries if alone else padded_empty(self._rows, self._shape[0], entries.dtype, entries.device)
+            )
+            place = self._entries[: len(entries)]
+        if place.data_ptr() != entries.data_ptr():
+            place.copy_(entries)
+        self._kept.append((hidden, factor))
 
     def _empty(self, shape: tuple[int, int], device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=self._precision.statistics, device=device)
@@ -111,6 +140,11 @@ class WeightGradient:
 
     def tensors(self, device: torch.device) -> WeightSums:
         """What `finish_weight_gradient` takes, with zeros where no tile contributed."""
+        if self._kept:
+            hidden, factor = (
+                parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._kept, strict=True)
+            )
+            return WeightSums(None, None, None, None, None, None, self._entries, hidden, factor)
         weight, bias, tails = self.weight, self.bias, self._stacked("weight")
         if weight is None and self._want_weight:
             weight = self._empty(self._shape, device).zero_()
@@ -134,6 +168,11 @@ def finish_weight_gradient(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],  # of hidden, weight, bias
 ) -> tuple[Tensor | None, Tensor | None]:
     """The sums times `upstream`, each cast once."""
+    if totals.entries is not None and totals.hidden is not None and totals.factor is not None:
+        factor = totals.factor if upstream is None else totals.factor * upstream
+        scaled = scaled_cast(totals.hidden, factor, totals.hidden.dtype)
+        out = torch.empty(totals.entries.shape[1], scaled.shape[1], dtype=dtypes[1], device=scaled.device)
+        return matmul(totals.entries.t(), scaled, out=out), None
     some = totals.weight if totals.weight is not None else totals.bias
     if some is None:
         return None, None

@@ -18,12 +18,11 @@ from .products import matmul
 from .registration import differentiable_once, remember_implementation, transformed, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
-from .scaled_cast import scaled_cast
+from .scaled_cast import RowTails, scaled_cast
 from .tailed_cast import tailed_cast
 from .tile_gradient import tile_gradient
 from .tile_statistics import DIFFERENTIABLE, DTYPES, STATISTICS, Emit, RowState, fold_tile
 from .transform import LogitTransform
-from .weighted_sum import weighted_sum
 
 __all__ = [
     "ACTIVATIONS",
@@ -41,6 +40,7 @@ __all__ = [
     "Emit",
     "LogitTransform",
     "RowState",
+    "RowTails",
     "TeacherTile",
     "add_rows",
     "bernoulli_tile",
@@ -73,6 +73,5 @@ __all__ = [
     "tile_gradient",
     "transformed",
     "visit_bytes",
-    "weighted_sum",
     "wide_dtype",
 ]

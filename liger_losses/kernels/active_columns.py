@@ -36,22 +36,19 @@ def gather_columns(
 def gather_rows(
     weight: Tensor,  # [V, H]
     ids: Tensor,  # [A]
-    tail: Tensor | None,  # [H]
-    out: Tensor,  # [C, H], C >= A, and C > A with a tail
+    out: Tensor,  # [C, H], C >= A
 ) -> Tensor:
-    """`out[i] = weight[ids[i]]`, and `out[A] = tail`."""
+    """`out[i] = weight[ids[i]]`."""
     if out.numel() == 0:
         return out
     if use_triton(weight):
         from .active_columns_triton import gather_rows_triton
 
-        gather_rows_triton(weight, ids, tail, out)
+        gather_rows_triton(weight, ids, out)
         return out
     count = len(ids)
     out[:count] = weight.index_select(0, ids)
     out[count:] = 0
-    if tail is not None:
-        out[count] = tail
     return out
 
 

@@ -46,8 +46,7 @@ def gather_columns_triton(tile: Tensor, ids: Tensor, row_sums: Tensor, out: Tens
 
 @triton.jit(do_not_specialize=["stride", "out_stride", "n_ids", "width"])
 def _gather_rows_kernel(
-    weight_ptr, ids_ptr, tail_ptr, out_ptr, stride, out_stride, n_ids, width,
-    TAIL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    weight_ptr, ids_ptr, out_ptr, stride, out_stride, n_ids, width, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     # Told so, the compiler moves 16 bytes at a time.
@@ -61,18 +60,14 @@ def _gather_rows_kernel(
             start = tl.load(ids_ptr + row).to(tl.int64) * stride
             tl.store(out_ptr + offsets, tl.load(weight_ptr + start + offsets, mask=mask, other=0.0), mask=mask)
         else:
-            values = tl.zeros((BLOCK,), tl.float32)
-            if TAIL:
-                values = tl.load(tail_ptr + offsets, mask=mask & (offsets < (n_ids + 1 - row) * width), other=0.0)
-            tl.store(out_ptr + offsets, values.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + offsets, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=mask)
 
 
-def gather_rows_triton(weight: Tensor, ids: Tensor, tail: Tensor | None, out: Tensor) -> None:
+def gather_rows_triton(weight: Tensor, ids: Tensor, out: Tensor) -> None:
     rows, width = out.shape
     launch(
-        _gather_rows_kernel, rows,
-        (weight, ids, weight if tail is None else tail, out, weight.stride(0), out.stride(0), len(ids), width), 4,
-        TAIL=tail is not None, ALIGNED=eight_aligned(width, weight, out), BLOCK=min(_BLOCK, power_of_2(width)),
+        _gather_rows_kernel, rows, (weight, ids, out, weight.stride(0), out.stride(0), len(ids), width), 4,
+        ALIGNED=eight_aligned(width, weight, out), BLOCK=min(_BLOCK, power_of_2(width)),
     )  # fmt: skip
 
 

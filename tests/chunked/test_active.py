@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from liger_losses import (
     plan,
     record_active_vocabulary,
 )
-from liger_losses.chunked import active, walk
+from liger_losses.chunked import Plan, active, calls, planner, walk
 from liger_losses.chunked.active import DROPPED
 from liger_losses.kernels import column_choice, gather_columns
 
@@ -357,6 +358,64 @@ def test_once_flat_the_following_tiles_are_not_weighed(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
 
 
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Changes the plans made from here on: tiles of 128 rows, and what is given."""
+
+    def change(**changes: Any) -> None:
+        original = planner.make_plan
+
+        def changed(*args: Any, **kwargs: Any) -> Plan:
+            return replace(original(*args, **kwargs), **{"tile_rows": 128, "logit_rows": 128, **changes})
+
+        monkeypatch.setattr(calls, "make_plan", changed)
+
+    return change
+
+
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+def test_the_last_tile_alone_is_flat(strategy: str, small_tiles: Callable[..., None]) -> None:
+    """What its tail would have needed was begun, and is not used."""
+    case = peaked(1, 300, dtype=F64)
+    with torch.no_grad():
+        case.target.fill_(7)
+        case.hidden[:, 256:].mul_(0.02)
+    if strategy == "frozen":
+        case.weight.requires_grad_(False)
+    small_tiles(cache_bytes=1 << 20, whole_cache=False)
+    with record_active_vocabulary() as report:
+        loss = fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy, active_vocab=1e-7)[0]
+    assert (report.tiles, report.whole_tiles) == (3, 1)
+    exact = fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy)[0]
+    for one, other in zip(gradients(loss, case), gradients(exact, case), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("scored", ["all", "prompt"])
+@pytest.mark.parametrize("rows", [128, 1024])
+def test_flat_logits_of_single_tokens_are_kept(
+    rows: int, scored: str, small_tiles: Callable[..., None], counted_flops: Callable[[], float]
+) -> None:
+    """All of `G`, for one product over all tokens: the same bits as without an active vocabulary."""
+    case = make_case(3, 150, 16, 300, dtype=BF16, bias=False, scored=scored)
+    with torch.no_grad():
+        case.hidden.mul_(0.05)
+    exact = gradients(2 * fused_linear_loss(ToyLoss("token"), *case.head, strategy="cached")[0], case)
+    small_tiles(whole_cache=True)
+    if rows == 1024:  # one tile: nothing is moved
+        small_tiles(tile_rows=rows, logit_rows=rows)
+    counted_flops()
+    with record_active_vocabulary() as report:
+        loss = fused_linear_loss(ToyLoss("token"), *case.head, strategy="immediate", active_vocab="auto")[0]
+    got = gradients(2 * loss, case)
+    assert report.whole_tiles == report.tiles
+    assert (report.tiles > 2) == (rows == 128)
+    one = 2.0 * int((case.target != IGNORE).sum()) * case.weight.numel()
+    assert 3 <= counted_flops() / one < 3.1  # and the last tile's tail, begun in vain
+    for ours, other in zip(got, exact, strict=True):
+        assert torch.equal(ours, other)
+
+
 def test_a_gradient_of_zero_and_one_that_is_no_number() -> None:
     case = peaked(dtype=F32)
     loss = linear_logprobs(*case.head, active_vocab="auto")
@@ -420,7 +479,8 @@ def test_products(strategy: str, counted_flops: Callable[[], float]) -> None:
         loss = fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy, active_vocab=1e-3)[0]
     gradients(loss, case)
     share = -(-round(report.share.item() * 1013 + 1) // 64) * 64 / 1013
-    assert counted_flops() / one == pytest.approx(1 + (1 if strategy == "frozen" else 2) * share)
+    tails = 2 * 2 * 1013 * case.weight.shape[1]  # of the one tile: its profile, in two parts, times the weight
+    assert (counted_flops() - tails) / one == pytest.approx(1 + (1 if strategy == "frozen" else 2) * share)
 
 
 def test_a_unit_larger_than_a_tile_is_projected_once(counted_flops: Callable[[], float]) -> None:
@@ -441,21 +501,9 @@ def test_a_unit_larger_than_a_tile_is_projected_once(counted_flops: Callable[[],
 
 @pytest.mark.parametrize("room", ["columns", "nothing", "everything"])
 def test_what_is_kept_until_backward(
-    room: str, monkeypatch: pytest.MonkeyPatch, counted_flops: Callable[[], float]
+    room: str, monkeypatch: pytest.MonkeyPatch, small_tiles: Callable[..., None], counted_flops: Callable[[], float]
 ) -> None:
-    from liger_losses.chunked import planner
-
-    def changed(*args: Any, **kwargs: Any) -> planner.Plan:
-        from dataclasses import replace
-
-        made = original(*args, **kwargs)
-        cache = made.cache_bytes if room == "columns" else 0
-        return replace(made, tile_rows=128, logit_rows=128, cache_bytes=cache, whole_cache=room == "everything")
-
-    original = planner.make_plan
-    from liger_losses.chunked import calls
-
-    monkeypatch.setattr(calls, "make_plan", changed)
+    small_tiles(whole_cache=room == "everything", **({} if room == "columns" else {"cache_bytes": 0}))
     if room == "everything":
         monkeypatch.setattr(active, "CROSSOVER", 0.0)
     case, kept = peaked(3, 200), []
@@ -494,7 +542,7 @@ def test_the_plan_says_so() -> None:
     assert plan(**large, strategy="cached", active_vocab="auto").cache_bytes > 0.1 * 12288 * 128256 * 2
     one_tile_after_the_other = {**large, "separability": "token", "scored": [8192], "tokens": 8192}
     flat = plan(**one_tile_after_the_other, active_vocab="auto")
-    assert (flat.strategy, flat.whole_cache) == ("cached", True)  # as without, should the logits be flat
+    assert (flat.strategy, flat.whole_cache) == ("immediate", True)  # all of G is kept, should the logits be flat
     assert not plan(**large, active_vocab="auto", trainable_head=False, trainable_hidden=False).problem.active
     with pytest.raises(ValueError, match="active_vocab: got one for a loss that differentiates entropy or lse"):
         linear_logprobs(*make_case().head, statistics=("logprob", "entropy"), active_vocab="auto")

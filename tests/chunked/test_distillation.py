@@ -18,6 +18,7 @@ from liger_losses.chunked import (
     deferred,
     fused_linear_distillation,
     fused_linear_loss,
+    hidden_gradient,
     linear_divergence,
     linear_logprobs,
     plan,
@@ -334,7 +335,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         seen.append((a.shape[0], a.shape[1], b.shape[1]))
         return original(a, b, **options)
 
-    for module in (walk, deferred, weight_gradient):
+    for module in (walk, deferred, hidden_gradient, weight_gradient):
         monkeypatch.setattr(module, "matmul", counted)
     return seen
 

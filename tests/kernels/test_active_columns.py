@@ -13,7 +13,6 @@ from liger_losses.kernels import (
     gather_columns,
     gather_rows,
     tailed_cast,
-    weighted_sum,
 )
 
 from .conftest import INTERPRETED
@@ -147,16 +146,9 @@ def test_gathered_rows_and_their_inverse(device: str, active: int, capacity: int
     weight = torch.randn(31, width, generator=generator).to(device, BF16)
     ids = torch.randperm(31, generator=generator)[:active].to(device)
     out = torch.full((capacity, width), float("nan"), dtype=BF16, device=device)
-    gather_rows(weight, ids, None, out)
+    gather_rows(weight, ids, out)
     assert torch.equal(out[:active], weight[ids])
     assert (out[active:] == 0).all()
-    if capacity > active:
-        tail = torch.arange(width, device=device) % 128.0
-        out.fill_(float("nan"))
-        gather_rows(weight, ids, tail, out)
-        assert torch.equal(out[:active], weight[ids])
-        assert torch.equal(out[active], tail.to(BF16))
-        assert (out[active + 1 :] == 0).all()
 
     total = torch.randn(31, width, generator=generator).to(device)
     expected = total.clone()
@@ -183,19 +175,8 @@ def test_nothing_to_move(device: str) -> None:
     none = torch.empty(0, dtype=torch.int32, device=device)
     sums, ones = torch.ones(0, device=device), torch.ones(2, 3, device=device)
     assert gather_columns(ones[:0], none, sums, torch.empty(0, 8, device=device)).shape == (0, 8)
-    assert gather_rows(ones, none, None, torch.empty(0, 3, device=device)).shape == (0, 3)
+    assert gather_rows(ones, none, torch.empty(0, 3, device=device)).shape == (0, 3)
     assert add_rows(torch.ones(2, 3, device=device), None, none, torch.empty(0, 3, device=device)).sum() == 6
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("shape", [(3, 5), (7, 259), (540, 33)], ids=str)
-def test_weighted_sum(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    tile = padded(*shape, dtype, device)
-    weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(5)).to(device)
-    mean = weighted_sum(tile, weights)
-    assert mean.dtype == F32
-    torch.testing.assert_close(mean.double(), weights.double() @ tile.double(), rtol=1e-5, atol=1e-4)
-    assert torch.equal(mean, weighted_sum(tile, weights))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])

@@ -20,6 +20,7 @@ from liger_losses.kernels import (
     Emit,
     LogitTransform,
     RowState,
+    RowTails,
     TeacherTile,
     shard_numbers,
 )
@@ -46,7 +47,6 @@ from liger_losses.kernels import (  # noqa: E402
     tailed_cast_triton,
     tile_gradient_triton,
     tile_statistics_triton,
-    weighted_sum_triton,
 )
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -292,15 +292,16 @@ def test_merge_kernel(compiler: Callable[[Any, str], Launch], names: tuple[str, 
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, BF16), (BF16, BF16), (F32, F16), (F32, F32)], ids=str)
-@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize(("per_row", "tails"), [(True, False), (False, False), (True, True)])
 def test_scaled_cast_kernel(
-    compiler: Callable[[Any, str], Launch], kind: torch.dtype, dtype: torch.dtype, per_row: bool
+    compiler: Callable[[Any, str], Launch], kind: torch.dtype, dtype: torch.dtype, per_row: bool, tails: bool
 ) -> None:
     launch = compiler(scaled_cast_triton, "_scaled_cast_kernel")
     scaled_cast_triton.scaled_cast_triton(
         torch.zeros(ROWS, COLUMNS, dtype=kind),
         VECTOR if per_row else VECTOR[0],
         torch.zeros(ROWS, COLUMNS, dtype=dtype),
+        RowTails(VECTOR, TARGET.int(), torch.zeros(2, COLUMNS)) if tails else None,
     )
     assert launch.vector("ld") == launch.best(kind)
     assert launch.vector("st") == launch.best(dtype)
@@ -314,7 +315,6 @@ def test_active_vocabulary_kernels(
 ) -> None:
     extent = compiler(column_extent_triton, "_extent_kernel")
     compiler(rows_triton, "_sum_kernel")
-    mean = compiler(weighted_sum_triton, "_weighted_sum_kernel")
     summed = compiler(column_extent_triton, "_extent_sum_kernel")
     chosen = [compiler(column_choice_triton, f"_{name}_kernel") for name in ("below", "mark", "compact")]
     columns, gathered, added = (
@@ -326,16 +326,14 @@ def test_active_vocabulary_kernels(
     weighed = column_extent_triton.column_extent_triton(tile, scale)
     column_choice_triton.choose_columns_triton(weighed, TARGET, None if aligned else 0.1, 0.1)
     active_columns_triton.gather_columns_triton(tile, ids, VECTOR, torch.zeros(ROWS, 8, dtype=kind))
-    active_columns_triton.gather_rows_triton(weight, ids, sums[0] if aligned else None, out)
+    active_columns_triton.gather_rows_triton(weight, ids, out)
     active_columns_triton.add_rows_triton(sums, torch.zeros(9, dtype=torch.bool) if aligned else None, ids, part)
-    weighted_sum_triton.weighted_sum_triton(weight, torch.zeros(9))
-    for launch in (extent, summed, *chosen, mean, columns, gathered, added):
+    for launch in (extent, summed, *chosen, columns, gathered, added):
         assert launch.assembly
         assert not launch.atomics()  # the same bits twice
-        assert not aligned or launch in (extent, summed, *chosen, mean, columns) or launch.vector("ld") == 16
-    # These read ahead, into shared memory.
-    for launch in (extent, mean):
-        assert not aligned or re.search(r"cp\.async\.cg\.shared\.global\b.*, 0x10\b", launch.assembly)
+        assert not aligned or launch in (extent, summed, *chosen, columns) or launch.vector("ld") == 16
+    # It reads ahead, into shared memory.
+    assert not aligned or re.search(r"cp\.async\.cg\.shared\.global\b.*, 0x10\b", extent.assembly)
     assert not aligned or gathered.vector("st") == added.vector("st") == 16
 
 

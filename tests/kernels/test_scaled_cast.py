@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_losses.kernels import scaled_cast
+from liger_losses.kernels import RowTails, scaled_cast
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,26 @@ def test_product(device: str, shape: tuple[int, ...], per_row: bool, kind: torch
     assert ((got.double() - exact).abs() <= relative * exact.abs() + spacing).all()
     assert torch.equal(rows, copies[0])
     assert torch.equal(factor, copies[1])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(BF16, BF16), (F16, F16), (F32, F32), (F64, F64)])
+@pytest.mark.parametrize("per_row", [True, False], ids=["a factor per row", "one factor"])
+@pytest.mark.parametrize(("count", "width"), [(5, 17), (3, 2056)])
+def test_tails(device: str, count: int, width: int, per_row: bool, kind: torch.dtype, dtype: torch.dtype) -> None:
+    """A tail each, of either tile or of none; nothing is read of a row that has none."""
+    generator, wide = torch.Generator().manual_seed(0), F64 if kind == F64 else F32
+    rows = torch.randn(count, width, generator=generator).to(device, kind)
+    factor, sizes = torch.randn(2, count, generator=generator).to(device, wide)
+    factor = factor if per_row else factor[0]
+    sums = torch.randn(2, width, generator=generator).to(device, wide)
+    which = (torch.arange(count, device=device) % 3 - 1).int()
+    tails = sizes.unsqueeze(-1) * sums[which.clamp_min(0).long()] * (which >= 0).unsqueeze(-1)
+    exact = (rows.double() + tails.double()) * (factor.double().unsqueeze(-1) if per_row else factor.double())
+    got = scaled_cast(rows, factor, dtype, RowTails(sizes.masked_fill(which < 0, float("nan")), which, sums))
+    assert got.dtype == dtype
+    bound = torch.finfo(dtype).eps + 4 * torch.finfo(wide).eps
+    size = rows.double().abs() + tails.double().abs()
+    assert ((got.double() - exact).abs() <= bound * size * factor.double().abs().max() + 1e-7).all()
 
 
 def test_the_edges(device: str) -> None:
