@@ -57,7 +57,7 @@ def describe(
         row_counts=counts,
         **more,
     )
-    return problem if teacher is None else teacher.describe(problem, precision)
+    return problem if teacher is None else teacher.describe(problem, precision, spread=shard is not None)
 
 
 def tile_ranges(count: int, rows: int) -> list[Ranges]:

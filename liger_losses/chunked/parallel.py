@@ -7,6 +7,7 @@ of a logits tile or of the weight is communicated; the hidden gradient, a sum ov
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -215,10 +216,14 @@ def _compare_logits(
         state.value.div_(shard.vocab_size)
         state.total.fill_(1 / shard.vocab_size)
         return
+    # A rank whose columns have no direction, an infinite norm, has no part in that of all.
+    a, b = (norms.masked_fill(norms.isinf(), 0) for norms in (a, b))
     norm_a, norm_b = (norms.square().sum(0).sqrt() for norms in (a, b))
+    norm_a, norm_b = (norms.masked_fill(norms == 0, math.inf) for norms in (norm_a, norm_b))
     part_a, part_b = a / norm_a, b / norm_b
     state.student_lse.copy_(norm_a)
     state.teacher_lse.copy_(norm_b)
     state.total.copy_((part_a * part_b * cosine).sum(0))
-    # |x - y|^2 = (|x| - |y|)^2 + 2 |x| |y| (1 - cos), rank by rank.
-    state.value.copy_(((part_a - part_b).square() / 2 + part_a * part_b * value).sum(0))
+    # |x - y|^2 = (|x| - |y|)^2 + 2 |x| |y| (1 - cos), rank by rank, and a half where one is no unit.
+    half = (norm_a.isinf() ^ norm_b.isinf()) / 2
+    state.value.copy_(((part_a - part_b).square() / 2 + part_a * part_b * value).sum(0) + half)

@@ -179,6 +179,14 @@ def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
     if is_dtensor(hidden):
         hidden, _spread = _whole_hidden("teacher_hidden", hidden, partial=False)
     if shard is None:
+        for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
+            dimension = None if tensor is None else tensor_parallel_dimension(tensor)
+            if dimension is None:
+                continue
+            bounds = _shard_of(tensor, dimension).bounds
+            if bounds != chunked_bounds(len(bounds) - 1, bounds[-1]):  # DTensor could not put them together
+                raise ValueError(f"{name}: got a DTensor in unequal shards, {list(bounds)}, beside a student's head "
+                                 "that is whole; expected a whole tensor, or a student spread alike")  # fmt: skip
         weight, bias, logits = (None if t is None else gathered(t) for t in (weight, bias, logits))
         return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
     if teacher.probabilities:
@@ -190,10 +198,10 @@ def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
         if logits.shape[-1] != shard.vocab_size:
             raise ValueError(f"teacher_logits: got {logits.shape[-1]} columns beside a vocabulary-parallel student, "
                              f"expected its {shard.vocab_size}")  # fmt: skip
-        spread: Any = logits
-        logits = spread.to_local() if is_dtensor(logits) else logits[..., shard.columns]
+        given: Any = logits
+        logits = given.to_local() if is_dtensor(logits) else logits[..., shard.columns]
         if logits.shape[-1] != shard.columns.stop - shard.columns.start:
-            raise ValueError(f"teacher_logits: got {_placed(spread)}, expected its columns spread as the student's")
+            raise ValueError(f"teacher_logits: got {_placed(given)}, expected its columns spread as the student's")
     return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
 
 

@@ -79,9 +79,11 @@ class Teacher:
         """With the weight in the dtype of the products."""
         return self if self.weight is None else replace(self, weight=self.weight.to(precision.compute))
 
-    def describe(self, problem: Problem, precision: Precision) -> Problem:
-        """`problem` with what the teacher adds."""
-        columns = self.columns(problem.vocab_size).teacher
+    def describe(self, problem: Problem, precision: Precision, *, spread: bool) -> Problem:
+        """`problem` with what the teacher adds. Spread over ranks it has as many columns as the student's head: those
+        that the problem speaks of, for all ranks to plan alike, not this rank's own."""
+        vocab_size = problem.vocab_size if spread else self.vocab_size
+        columns = Columns.of(problem.vocab_size, vocab_size, self.divergence.vocabulary).teacher
         known = self.hidden if self.logits is None else self.logits
         assert known is not None
         problem = replace(problem, visit_bytes=visit_bytes(self.divergence, known.device))
@@ -93,7 +95,7 @@ class Teacher:
             columns,
             self.hidden.shape[-1],
             self.hidden.itemsize,
-            vocab_size=self.weight.shape[0],
+            vocab_size=vocab_size,
             cast_weight=self.weight.dtype != precision.compute,
         )
 

@@ -9,7 +9,15 @@ from .column_extent import ColumnExtent, column_extent
 from .dispatch import implementation
 from .divergence import DISTILLATION, Divergence, check_of_logits
 from .divergence_sums import divergence_share, divergence_sums
-from .divergence_tile import Columns, DivergenceState, TeacherTile, divergence_gradient, divergence_tile, visit_bytes
+from .divergence_tile import (
+    NO_DIRECTION,
+    Columns,
+    DivergenceState,
+    TeacherTile,
+    divergence_gradient,
+    divergence_tile,
+    visit_bytes,
+)
 from .gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
@@ -31,6 +39,7 @@ __all__ = [
     "DISTILLATION",
     "DTYPES",
     "INVALID_POSITIVE",
+    "NO_DIRECTION",
     "STATISTICS",
     "BernoulliState",
     "ColumnExtent",

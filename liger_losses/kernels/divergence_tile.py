@@ -34,6 +34,9 @@ from .transform import LogitTransform
 
 _DEVICE_TIMES = 8  # 16 MiB of an fp32 tile at a time
 
+# A norm up to which logits have no direction to compare. (torch's normalize does not divide by less, either.)
+NO_DIRECTION = 1e-12
+
 
 @dataclass(frozen=True)
 class TeacherTile:
@@ -58,9 +61,9 @@ class DivergenceState(RowNumbers):
     """What is known of `rows` rows once their tiles have been visited, with what `RowState` offers.
 
     `student_lse`, `teacher_lse`: of the tempered logits that the divergence compares; `hard_lse`, `target`: of the
-    student's logits as they are; `total`: `S` (for `cosine`: the cosine; then `student_lse` and `teacher_lse` hold the
-    logits' norms; for `mse`: one over the columns); `share`: of `akl`, the weight of forward KL. These are what a later
-    visit to some of the columns needs.
+    student's logits as they are; `total`: `S` (for `cosine`: the cosine; then `student_lse` and `teacher_lse` hold
+    the logits' norms, infinite where they have no direction; for `mse`: one over the columns); `share`: of `akl`, the
+    weight of forward KL. These are what a later visit to some of the columns needs.
     """
 
     kept = ("student_lse", "teacher_lse", "hard_lse", "share", "total")
@@ -248,7 +251,9 @@ def _fold(state: DivergenceState, z: Tensor, target: Tensor, s: Tensor, t: Tenso
         state.teacher_lse.copy_(_norm(b))
         unit_a, unit_b = a / state.student_lse.unsqueeze(-1), b / state.teacher_lse.unsqueeze(-1)
         state.total.copy_((unit_a * unit_b).sum(-1))
-        state.value.copy_((unit_a - unit_b).square().sum(-1) / 2)
+        # |x - y|^2 / 2 is 1 - cos of two units, and lacks a half where one of them is none.
+        alone = state.student_lse.isinf() ^ state.teacher_lse.isinf()
+        state.value.copy_(((unit_a - unit_b).square().sum(-1) + alone) / 2)
     elif form == "mse":
         a, b = _finite(s, t)
         state.total.fill_(1 / s.shape[1])
@@ -276,8 +281,9 @@ def _finite(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norm(rows: Tensor) -> Tensor:
-    # The bound below which torch's normalize does not divide.
-    return rows.norm(dim=-1).clamp_min(1e-12)
+    # What has no direction is divided by infinity: its cosine with anything is 0, and so is the gradient.
+    norms = rows.norm(dim=-1)
+    return norms.masked_fill(norms <= NO_DIRECTION, math.inf)
 
 
 def _kl_term(a: Tensor, b: Tensor, y: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import head_share
+from ..kernels import NO_DIRECTION, head_share
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,16 @@ def _finite_on_either(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]
 
 def _cosine(student: Tensor, teacher: Tensor, numbers: DivergenceNumbers) -> Tensor:
     student, teacher = _finite_on_either(student, teacher)
-    # |a - b|^2 = 2 - 2 cos: exactly 0 for equal logits, where 1 - cos is what rounding leaves.
-    return (F.normalize(student, dim=-1) - F.normalize(teacher, dim=-1)).square().sum(-1) / 2
+    (a, zero_a), (b, zero_b) = _unit(student), _unit(teacher)
+    # |a - b|^2 = 2 - 2 cos of two units: exactly 0 for equal logits, where 1 - cos is what rounding leaves.
+    return ((a - b).square().sum(-1) + (zero_a ^ zero_b)) / 2
+
+
+def _unit(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits over their norm, and where they have no direction: there they stay 0, and so does their gradient."""
+    norms = logits.norm(dim=-1, keepdim=True)
+    none = norms <= NO_DIRECTION
+    return logits / norms.masked_fill(none, torch.inf), none.squeeze(-1)
 
 
 def _mse(student: Tensor, teacher: Tensor, numbers: DivergenceNumbers) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -253,3 +257,70 @@ def a_replicated_or_differently_named_head_is_gathered() -> None:
     with torch.no_grad(), collectives() as seen:
         close(linear_logprobs(hidden, declared, target), linear_logprobs(hidden, weight, target))
     assert seen["all_gather"] == 1
+
+
+@check
+def two_heads_in_unequal_shards() -> None:
+    """All ranks walk the same tiles, whatever the budget, though one of them has nine times as many columns."""
+    generator = torch.Generator().manual_seed(6)
+    count, wide = 700, 12
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=DOUBLE, generator=generator)
+
+    hidden, weight, of_teacher, teacher = some(1, count, 8), some(V, 8), some(1, count, wide), some(V, wide)
+    target, own = torch.zeros(1, count, dtype=torch.int64), slice(0, 8) if dist.get_rank() == 0 else slice(8, V)
+
+    def spread(rows: Tensor) -> Tensor:
+        return vocab_parallel(rows[own].clone(), dist.group.WORLD)
+
+    def call(student: Tensor, other: Tensor, budget: int | None, strategy: str) -> Tensor:
+        return linear_divergence(
+            hidden, student, target, teacher_hidden=of_teacher, teacher_weight=other, memory_budget=budget,
+            strategy=strategy,
+        )  # fmt: skip
+
+    whole = weight.clone().requires_grad_()
+    exact = call(whole, teacher, None, "cached")
+    exact.square().sum().backward()
+    assert whole.grad is not None
+    for strategy in ("cached", "recompute"):
+        leaf = vocab_parallel(weight[own].clone(), dist.group.WORLD).detach().requires_grad_()
+        least = refused(
+            lambda s=strategy, w=leaf: call(w, spread(teacher), 1, s), "memory_budget: .* at least ([0-9,]+)"
+        )
+        for more in (0, 100_000, 300_000):
+            leaf.grad = None
+            value = call(leaf, spread(teacher), int(least.replace(",", "")) + more, strategy)
+            close(value, exact)
+            value.square().sum().backward()
+            assert isinstance(leaf.grad, DTensor)
+            close(leaf.grad.to_local(), whole.grad[own])
+    refused(lambda: call(weight, spread(teacher), None, "cached"), "teacher_weight: got a DTensor in unequal shards")
+
+
+def refused(work: Callable[[], object], pattern: str) -> str:
+    """What the message's group says, or all that was found."""
+    with pytest.raises(ValueError, match=pattern) as raised:
+        work()
+    found = re.search(pattern, str(raised.value))
+    assert found is not None
+    return found[found.re.groups]
+
+
+@check
+def a_cosine_without_direction() -> None:
+    """Of a student, of a teacher, and of the one's or the other's columns of one rank alone."""
+    target, scored = tokens()[3], torch.ones(ROWS, T, 1, dtype=DOUBLE)
+    scored[0, 1] = 0
+    logits = torch.randn(ROWS, T, V, dtype=DOUBLE, generator=torch.Generator().manual_seed(7))
+    logits[1, 2] = logits[0, 2] = scored[0, 2] = 0
+    logits[2, 3, : -(-V // 2)] = 0
+    logits[3, 4, -(-V // 2) :] = 0
+    kind = Divergence(kind="cosine")
+    for strategy in ("cached", "recompute"):
+        both_ways(
+            lambda h, w, b, s=strategy: linear_divergence(
+                h * scored, w, target, b * 0, teacher_logits=logits, divergence=kind, strategy=s
+            )
+        )

@@ -148,6 +148,21 @@ def test_every_kind(device: str, options: Divergence, dtype: torch.dtype, writte
         check_close(blocks, want, other, written, terms=8, scale=2 * size, what="gradient of blocks")
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_cosine_without_direction(device: str, written: bool) -> None:
+    """0, or 1 with its like, and without gradient; the one that is no number stays none."""
+    tile, teacher = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(3)).to(device)
+    tile[0], teacher[1], tile[2], teacher[2], tile[4, 0] = 0, 0, 0, 0, float("nan")
+    out, options = torch.full_like(tile, float("nan")), Divergence(kind="cosine")
+    state = visit(tile, None, torch.zeros(5, dtype=torch.int64, device=device), TeacherTile(teacher), options, {},
+                  out if written else None, ("divergence",))  # fmt: skip
+    expected = 1 - torch.nn.functional.cosine_similarity(tile, teacher, dim=-1)
+    expected[2] = 0
+    torch.testing.assert_close(state.value, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert not written or (out[:3] == 0).all()
+    assert not written or (out[3] != 0).all()
+
+
 _SOFTMAXES = [options for options in KINDS if options.form not in ("cosine", "mse", "akl")]  # not of whole rows
 
 

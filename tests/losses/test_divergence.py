@@ -87,6 +87,19 @@ def test_kinds_of_logits() -> None:
     torch.testing.assert_close(divergence(student, teacher, kind="mse", temperature=2.0), squares)
 
 
+def test_a_cosine_without_direction() -> None:
+    student, teacher = (values.detach().clone() for values in logits())
+    student[0], teacher[1], student[2], teacher[2] = 0, 0, 0, 0
+    student.requires_grad_()
+    value = divergence(student, teacher, kind="cosine")
+    expected = 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1).detach()
+    expected[2] = 0  # equal logits, as ever
+    torch.testing.assert_close(value, expected)
+    (gradient,) = torch.autograd.grad(value.sum(), student)
+    assert (gradient[:3].abs() < 1e-15).all()
+    assert (gradient[3:] != 0).all()
+
+
 def test_every_kind_is_tested() -> None:
     assert {kind for kind, _, _ in CASES} | {"cosine", "mse"} == set(DIVERGENCES)
     assert all(row.formula and row.paper for row in DIVERGENCES.values())
