@@ -85,9 +85,8 @@ class ActiveFunction(torch.autograd.Function):
             parts = iter(tensors)
             kept = [TileGradient(next(parts), next(parts), next(parts)) if one else None for one in ctx.kept]
             weights = _weight_gradient(walk, kept, each * scale, lse, call.needs, dtypes)
-            d_hidden = finish_hidden_gradient(of_hidden, each * scale, dtypes[0]) if call.needs[0] else None
             # However the other ranks come by their weights' gradients, this is where all of them meet.
-            d_hidden = walk.finish_hidden(d_hidden)
+            d_hidden = finish_hidden_gradient(of_hidden, each * scale, dtypes[0], walk.shard) if call.needs[0] else None
         return d_hidden, *weights, None
 
 

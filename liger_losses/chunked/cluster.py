@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .._checks import check_number, check_size
-from .planner import plan
+from .planner import make_plan, plan
 from .problem import Plan
 
 _GIB = 1 << 30
@@ -197,6 +197,8 @@ def plan_cluster(
         memory_budget=memory_budget,
         strategy=strategy,
     )
+    if tp > 1:
+        local = make_plan(replace(local.problem, spread=True), strategy=strategy, memory_budget=memory_budget)
     p = local.problem
     head = columns * hidden_size * dtype.itemsize
     shards = dp * cp if sharding == "fsdp" else 1
@@ -242,7 +244,7 @@ def _traffic(
         # Maximum, sum and the target's logit of each token, from every other rank.
         add("statistics, gathered a tile", 3 * p.statistics_bytes * p.tokens * (tp - 1), tiles, tp)
         if p.hidden_grad:
-            add("hidden gradient, reduced once", 2 * (tp - 1) / tp * p.returned_hidden, 1, tp)
+            add("hidden gradient, reduced once", 2 * (tp - 1) / tp * p.summed_bytes, 1, tp)
     if spanning:
         add("log-probabilities of sequences, summed", 2 * 2 * (cp - 1) / cp * rows * p.statistics_bytes, 2, tp * cp)
     ranks = dp * cp

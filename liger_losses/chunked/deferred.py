@@ -52,6 +52,7 @@ def describe(
         hidden_grad=needs[0],
         weight_grad=needs[1],
         bias_grad=needs[2],
+        spread=shard is not None,
         wide_weight_sum=needs[2] or weight.dtype != precision.compute or precision.compute == torch.float16,
         cast_weight=weight.dtype != precision.compute,
         row_counts=counts,
@@ -165,8 +166,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias."""
     if walk.plan.strategy == "recompute":
-        hidden, weight, bias = _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
-        return walk.finish_hidden(hidden), weight, bias
+        return _backward_recompute(walk, needs, coefficients, lse, entropy, dtypes)
     at_rows = coefficients[0] * scale
     weight = bias = None
     if needs[1] or needs[2]:
@@ -176,8 +176,8 @@ def backward(
         factor = walk.scored.gather(at_rows, everything)
         total.add(TileGradient(cache[:count]), walk.tile_hidden(everything), factor)
         weight, bias = finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
-    hidden = finish_hidden_gradient(product, at_rows, dtypes[0]) if needs[0] else None
-    return walk.finish_hidden(hidden), weight, bias
+    hidden = finish_hidden_gradient(product, at_rows, dtypes[0], walk.shard) if needs[0] else None
+    return hidden, weight, bias
 
 
 def _backward_recompute(
@@ -304,11 +304,12 @@ def _positions(walk: TileWalk, d_hidden: Tensor | None, unit: Tensor | None, dty
         return None
     if unit is not None:
         d_hidden.mul_(unit)
-    if walk.scored.index is None:
-        return d_hidden.to(dtype)
-    full = torch.zeros(walk.hidden.shape, dtype=dtype, device=d_hidden.device)
-    walk.scored.scatter(d_hidden, full, ((0, walk.scored.count),))
-    return full
+    part = dtype if walk.shard is None else d_hidden.dtype
+    full = d_hidden.to(part)
+    if walk.scored.index is not None:
+        full = torch.zeros(walk.hidden.shape, dtype=part, device=d_hidden.device)
+        walk.scored.scatter(d_hidden, full, ((0, walk.scored.count),))
+    return full if walk.shard is None else walk.shard.finish_hidden(full, dtype)
 
 
 def outside_autocast(device: torch.device) -> torch.autocast:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels import RowTails, matmul, scaled_cast
 from .active import TileGradient
 from .head import Precision
+from .parallel import VocabularyShard
 from .strategies import PRODUCT_ROWS
 from .tile import padded_empty, slices_of
 from .tokens import Ranges, ScoredOnDevice, split_ranges
@@ -35,10 +36,18 @@ class HiddenSums(NamedTuple):
 class HiddenGradient:
     """`G W` of one tile after the other. Positions that are not scored stay zero."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, scored: ScoredOnDevice, precision: Precision) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        scored: ScoredOnDevice,
+        precision: Precision,
+        shard: VocabularyShard | None,
+    ) -> None:
         self._weight, self._scored, self._precision = weight, scored, precision
         make = torch.empty if scored.index is None else torch.zeros
-        self._kept = make(hidden.shape, dtype=precision.compute, device=hidden.device)
+        dtype = precision.compute if shard is None else precision.statistics
+        self._kept = make(hidden.shape, dtype=dtype, device=hidden.device)
         self._profiles: list[Tensor] = []
         self._sums: Tensor | None = None
         self._tails = self._tiles = self._kept.new_empty(0)
@@ -97,8 +106,13 @@ class HiddenGradient:
         return (both[:count] + both[count:]).div_(_PROFILE_UNIT)
 
 
-def finish_hidden_gradient(sums: HiddenSums, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows times `factor` `[R * T]`, rounded once."""
-    if sums.tails is None or sums.tiles is None or sums.sums is None:
-        return scaled_cast(sums.kept, factor, dtype)
-    return scaled_cast(sums.kept, factor, dtype, RowTails(sums.tails, sums.tiles, sums.sums))
+def finish_hidden_gradient(
+    sums: HiddenSums, factor: Tensor, dtype: torch.dtype, shard: VocabularyShard | None
+) -> Tensor:
+    """Rows times `factor` `[R * T]`, of all ranks' columns, rounded once."""
+    tails = None
+    if sums.tails is not None and sums.tiles is not None and sums.sums is not None:
+        tails = RowTails(sums.tails, sums.tiles, sums.sums)
+    if shard is None:
+        return scaled_cast(sums.kept, factor, dtype, tails)
+    return shard.finish_hidden(scaled_cast(sums.kept, factor, factor.dtype, tails), dtype)

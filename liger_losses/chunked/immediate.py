@@ -173,9 +173,10 @@ class ImmediateFunction(torch.autograd.Function):
             return None, None, None, None
         factor, *sums = ctx.saved_tensors
         of_hidden, totals = HiddenSums(*sums[: len(HiddenSums._fields)]), WeightSums(*sums[len(HiddenSums._fields) :])
-        hidden = finish_hidden_gradient(of_hidden, factor * upstream, ctx.dtypes[0]) if ctx.needs[0] else None
+        factor = factor * upstream
+        hidden = finish_hidden_gradient(of_hidden, factor, ctx.dtypes[0], ctx.shard) if ctx.needs[0] else None
         weight, bias = finish_weight_gradient(totals, upstream, ctx.dtypes)
-        return hidden if ctx.shard is None else ctx.shard.finish_hidden(hidden), weight, bias, None
+        return hidden, weight, bias, None
 
 
 def _group(

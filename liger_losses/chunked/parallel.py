@@ -43,7 +43,6 @@ class VocabularyShard:
 
     group: str  # name of the process group
     bounds: tuple[int, ...]  # rank r of the group holds the columns [bounds[r], bounds[r + 1])
-    reduce_hidden: bool = True  # False: the hidden gradient is handed back as this rank's part of a sum
 
     @cached_property
     def process_group(self) -> dist.ProcessGroup:
@@ -74,14 +73,14 @@ class VocabularyShard:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def encode(self) -> str:
-        return ";".join([str(int(self.reduce_hidden)), ",".join(map(str, self.bounds)), self.group])
+        return ";".join([",".join(map(str, self.bounds)), self.group])
 
     @classmethod
     def decode(cls, text: str) -> VocabularyShard | None:
         if not text:
             return None
-        reduce_hidden, bounds, group = text.split(";", 2)
-        return cls(group, tuple(map(int, bounds.split(","))), bool(int(reduce_hidden)))
+        bounds, group = text.split(";", 1)
+        return cls(group, tuple(map(int, bounds.split(","))))
 
     def gather(self, numbers: Tensor) -> Tensor:
         """`[ranks, ...]`, in the order of the columns."""
@@ -94,11 +93,13 @@ class VocabularyShard:
         dist.all_reduce(numbers, group=self.process_group)
         return numbers
 
-    def finish_hidden(self, gradient: Tensor | None) -> Tensor | None:
-        """The hidden gradient of all columns, from this rank's."""
-        if gradient is None or not self.reduce_hidden:
-            return gradient
-        return self.sum(gradient.contiguous())
+    def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """The hidden gradient of all columns in `dtype`, from this rank's in fp32 (fp64), which is written over.
+
+        What rows of the head have in common cancels where the ranks' parts meet: rounded before, it would be most of
+        what is rounded.
+        """
+        return self.sum(part).to(dtype)
 
 
 def merge(shard: VocabularyShard, state: RowState | BernoulliState | DivergenceState, target: Tensor) -> None:

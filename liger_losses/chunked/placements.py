@@ -132,9 +132,12 @@ def _placed(tensor: Any) -> str:
     return "a DTensor with " + ", ".join(f"{p} along {n!r}" for n, p in zip(names, tensor.placements, strict=True))
 
 
-def _whole_hidden(name: str, hidden: Any, *, partial: bool) -> tuple[Tensor, bool]:
-    """Hidden states of every token, and whether they were spread over the tensor-parallel ranks (sequence parallel)."""
-    from torch.distributed.tensor import Partial, Replicate
+def _whole_hidden(name: str, hidden: Any) -> Tensor:
+    """Hidden states of every token, where those may be spread over the tensor-parallel ranks (sequence parallel).
+
+    Their gradient comes back whole on every rank, summed before it was rounded.
+    """
+    from torch.distributed.tensor import Replicate
 
     names = hidden.device_mesh.mesh_dim_names or ("",) * hidden.device_mesh.ndim
     wrong = [
@@ -144,10 +147,8 @@ def _whole_hidden(name: str, hidden: Any, *, partial: bool) -> tuple[Tensor, boo
     if wrong:
         raise ValueError(f"{name}: got {_placed(hidden)}, expected this rank's tokens: Replicate(), or along "
                          f"{TENSOR_PARALLEL!r} a Shard of another dimension than the last")  # fmt: skip
-    spread = any(not p.is_replicate() for p in hidden.placements)
     replicated = [Replicate()] * hidden.device_mesh.ndim
-    back = [Partial() if partial and not p.is_replicate() else Replicate() for p in hidden.placements]
-    return hidden.redistribute(placements=replicated).to_local(grad_placements=back), spread
+    return hidden.redistribute(placements=replicated).to_local(grad_placements=replicated)
 
 
 def local_head(
@@ -163,12 +164,11 @@ def local_head(
         if bias is not None and tensor_parallel_dimension(bias) is not None:
             raise ValueError(f"bias: got {_placed(bias)} beside a weight that is not, expected one placed as weight is")
         if is_dtensor(hidden):
-            hidden, _spread = _whole_hidden("hidden", hidden, partial=False)
+            hidden = _whole_hidden("hidden", hidden)
         return hidden, gathered(weight), None if bias is None else gathered(bias), None
     shard = _shard_of(weight, dimension)
     if is_dtensor(hidden):
-        hidden, spread = _whole_hidden("hidden", hidden, partial=True)
-        shard = replace(shard, reduce_hidden=not spread)
+        hidden = _whole_hidden("hidden", hidden)
     bias = None if bias is None else _local_rows("bias", bias, shard)
     return hidden, _local_rows("weight", weight, shard), bias, shard
 
@@ -177,7 +177,7 @@ def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
     """The teacher's columns of this rank: of a DTensor its shard, of whole tensors a view."""
     hidden, weight, bias, logits = teacher.tensors
     if is_dtensor(hidden):
-        hidden, _spread = _whole_hidden("teacher_hidden", hidden, partial=False)
+        hidden = _whole_hidden("teacher_hidden", hidden)
     if shard is None:
         for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
             dimension = None if tensor is None else tensor_parallel_dimension(tensor)

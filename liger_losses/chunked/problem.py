@@ -38,6 +38,7 @@ class Problem:
     row_counts: tuple[int, ...] = ()
     max_units: int | None = None
     unit_rows: int = 1  # rows of one unit
+    spread: bool = False  # over ranks, which add up their parts of the hidden gradient, in the statistics' dtype
     active: bool = False  # gradient products over the active columns alone
     two_heads: bool = False  # a second model's logits lie beside each tile: what it adds, in bytes
     teacher_row_bytes: int = 0  # a row projected at a time: its logits, and a copy of what they are made of
@@ -90,7 +91,14 @@ class Problem:
 
     @property
     def hidden_bytes(self) -> int:
-        return self.positions * self.hidden_size * self.compute_bytes
+        """`G W` of every position."""
+        itemsize = self.statistics_bytes if self.spread else self.compute_bytes
+        return self.positions * self.hidden_size * itemsize
+
+    @property
+    def summed_bytes(self) -> int:
+        """This rank's part of the hidden gradient, that of all ranks after it has been summed."""
+        return self.spread * self.hidden_grad * self.positions * self.hidden_size * self.statistics_bytes
 
     def beside_logits(self, columns: int, itemsize: int) -> Problem:
         """With a second model's logits that exist: read where they lie, or gathered."""

@@ -126,7 +126,7 @@ def _plan_frozen(p: Problem, budget: int) -> Plan:
     def plan_with(logit_rows: int) -> Plan:
         def workspace_of(rows: int) -> int:
             forward = p.hidden_bytes + _tile_bytes(p, rows, logit_rows) + _fixed_bytes(p) + p.compaction_bytes(rows)
-            backward = p.hidden_bytes + p.returned_bytes
+            backward = p.hidden_bytes + p.returned_bytes + p.summed_bytes
             return max(forward, backward) - p.returned_bytes
 
         # Whole projections: a tile's last one would otherwise be a slow one.
@@ -157,7 +157,7 @@ def _active_cached(p: Problem, budget: int) -> Plan:
 
     def workspace_of(rows: int, logit_rows: int) -> int:
         tile = _tile_bytes(p, rows, logit_rows) + p.compaction_bytes(rows) + _fixed_bytes(p)
-        finishing = kept + accumulator + p.returned_bytes
+        finishing = kept + accumulator + p.returned_bytes + p.summed_bytes
         return max(kept + accumulator + tile, finishing) - p.returned_bytes
 
     def plan_with(logit_rows: int) -> Plan:
@@ -192,7 +192,7 @@ def exact_cached(p: Problem, budget: int) -> Plan:
     def workspace_of(logit_rows: int) -> int:
         tile = _tile_bytes(p, rows, logit_rows) - rows * p.padded_vocab * p.compute_bytes
         forward = kept + cache + tile + _fixed_bytes(p)
-        backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden)
+        backward = kept + cache + p.returned_weight + max(scaled + wide, p.returned_hidden + p.summed_bytes)
         return max(forward, backward) - p.returned_bytes
 
     choices = _logit_rows(p)
@@ -220,7 +220,7 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     def workspace_of(rows: int) -> int:
         tile = _tile_bytes(p, rows, min(rows, logit_rows)) + p.compaction_bytes(rows) + reserve(rows)
         forward = accumulator + kept + tile + _fixed_bytes(p)
-        backward = accumulator + kept + p.returned_bytes
+        backward = accumulator + kept + p.returned_bytes + p.summed_bytes
         return max(forward, backward) - p.returned_bytes
 
     capacity = _largest(workspace_of, budget, p)
@@ -279,7 +279,7 @@ def _plan_recompute(p: Problem, budget: int) -> Plan:
         walking = compact + accumulator + columns * per_column + p.returned_weight + _fixed_bytes(p)
         # The hidden gradient is cast, and where tokens are scattered the cast is a copy beside the result.
         cast = p.hidden_grad * (p.tokens < p.positions) * p.tokens * p.hidden_size * p.hidden_itemsize
-        finishing = accumulator + cast + p.returned_bytes
+        finishing = accumulator + cast + p.returned_bytes + p.summed_bytes
         return max(forward, walking, finishing) - p.returned_bytes
 
     most = min(_MOST_COLUMNS, -(-p.vocab_size // VOCAB_BLOCK) * VOCAB_BLOCK)

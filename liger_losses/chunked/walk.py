@@ -203,10 +203,6 @@ class TileWalk:
         if self.shard is not None:
             merge(self.shard, state, self.scored.gather(self.scored.target, ((0, self.scored.count),)))
 
-    def finish_hidden(self, gradient: Tensor | None) -> Tensor | None:
-        """The hidden gradient of all ranks' columns."""
-        return gradient if self.shard is None else self.shard.finish_hidden(gradient)
-
     def fold(
         self,
         logits: Tensor,  # [n, columns]
@@ -341,7 +337,7 @@ class TileWalk:
 
     def hidden_gradient(self) -> HiddenGradient:
         """Of every position, to be added to."""
-        return HiddenGradient(self.hidden, self.weight, self.scored, self.precision)
+        return HiddenGradient(self.hidden, self.weight, self.scored, self.precision, self.shard)
 
     def weight_gradient(self, needs: tuple[bool, bool, bool], *, keep: bool = False) -> WeightGradient:
         """Of weight and bias, to be added to; with `keep` one product over all tokens where it rounds but once."""

@@ -324,3 +324,27 @@ def a_cosine_without_direction() -> None:
                 h * scored, w, target, b * 0, teacher_logits=logits, divergence=kind, strategy=s
             )
         )
+
+
+@check
+def parts_of_a_hidden_gradient_that_cancel() -> None:
+    """Rows of the head with a large mean: each rank's part is along it, and too large for fp16; their sum is not."""
+    generator = torch.Generator().manual_seed(8)
+    hidden, weight = (torch.randn(*size, dtype=DOUBLE, generator=generator) for size in ((ROWS, T, 16), (V, 16)))
+    weight += 40
+    target = tokens()[3]
+
+    def gradient(head: Tensor, dtype: torch.dtype, strategy: str) -> Tensor:
+        leaf = hidden.to(torch.float16).to(dtype).requires_grad_()
+        (4000 * linear_logprobs(leaf, head, target, strategy=strategy)).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+    rounded = weight.to(torch.float16)
+    exact = gradient(rounded.double(), DOUBLE, "cached")
+    for strategy in ("cached", "recompute"):
+        for dtype in (torch.float16, torch.bfloat16):
+            one = gradient(rounded.to(dtype), dtype, strategy)
+            spread = gradient(distribute_tensor(rounded.to(dtype), mesh_of(), [Shard(0)]), dtype, strategy)
+            errors = [(found - exact).norm() / exact.norm() for found in (one, spread)]
+            assert errors[1] < 1.2 * errors[0] < 0.5, (strategy, dtype, errors)
