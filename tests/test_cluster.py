@@ -44,7 +44,7 @@ def test_traffic_of_each_dimension() -> None:
     gathered = traffic["statistics, gathered a tile"]
     assert (gathered.received, gathered.calls) == (3 * 4 * tokens * 3, tiles)
     assert gathered.seconds == pytest.approx(tiles * 1e-5 + gathered.received / 100e9)
-    assert traffic["hidden gradient, reduced once"].received == 2 * 3 / 4 * tokens * 1024 * 4
+    assert traffic["hidden gradient, reduced"].received == 2 * 3 / 4 * tokens * 1024 * 4
     sharded = traffic["weight, gathered in forward and backward"]
     assert (sharded.received, sharded.calls) == (2 * weight * 7 / 8, 2)
     assert sharded.seconds == pytest.approx(2e-5 + sharded.received / 10e9)  # 32 ranks leave a node of 8

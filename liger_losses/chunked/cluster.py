@@ -8,7 +8,7 @@ import torch
 
 from .._checks import check_number, check_size
 from .planner import make_plan, plan
-from .problem import Plan
+from .problem import Plan, rows_summed
 
 _GIB = 1 << 30
 
@@ -244,7 +244,8 @@ def _traffic(
         # Maximum, sum and the target's logit of each token, from every other rank.
         add("statistics, gathered a tile", 3 * p.statistics_bytes * p.tokens * (tp - 1), tiles, tp)
         if p.hidden_grad:
-            add("hidden gradient, reduced once", 2 * (tp - 1) / tp * p.summed_bytes, 1, tp)
+            calls = 1 if local.strategy == "recompute" else -(-p.positions // rows_summed(p.hidden_size))
+            add("hidden gradient, reduced", 2 * (tp - 1) / tp * p.hidden_bytes, calls, tp)
     if spanning:
         add("log-probabilities of sequences, summed", 2 * 2 * (cp - 1) / cp * rows * p.statistics_bytes, 2, tp * cp)
     ranks = dp * cp

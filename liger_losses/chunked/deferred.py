@@ -309,7 +309,7 @@ def _positions(walk: TileWalk, d_hidden: Tensor | None, unit: Tensor | None, dty
     if walk.scored.index is not None:
         full = torch.zeros(walk.hidden.shape, dtype=part, device=d_hidden.device)
         walk.scored.scatter(d_hidden, full, ((0, walk.scored.count),))
-    return full if walk.shard is None else walk.shard.finish_hidden(full, dtype)
+    return full if walk.shard is None else walk.shard.sum(full).to(dtype)
 
 
 def outside_autocast(device: torch.device) -> torch.autocast:

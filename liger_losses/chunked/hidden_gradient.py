@@ -16,6 +16,7 @@ from ..kernels import RowTails, matmul, scaled_cast
 from .active import TileGradient
 from .head import Precision
 from .parallel import VocabularyShard
+from .problem import rows_summed
 from .strategies import PRODUCT_ROWS
 from .tile import padded_empty, slices_of
 from .tokens import Ranges, ScoredOnDevice, split_ranges
@@ -109,10 +110,18 @@ class HiddenGradient:
 def finish_hidden_gradient(
     sums: HiddenSums, factor: Tensor, dtype: torch.dtype, shard: VocabularyShard | None
 ) -> Tensor:
-    """Rows times `factor` `[R * T]`, of all ranks' columns, rounded once."""
+    """Rows times `factor` `[R * T]`, of all ranks' columns, rounded once.
+
+    What rows of the head have in common cancels where the ranks' parts meet: rounded before, it would be most of what
+    is rounded.
+    """
     tails = None
     if sums.tails is not None and sums.tiles is not None and sums.sums is not None:
         tails = RowTails(sums.tails, sums.tiles, sums.sums)
     if shard is None:
         return scaled_cast(sums.kept, factor, dtype, tails)
-    return shard.finish_hidden(scaled_cast(sums.kept, factor, factor.dtype, tails), dtype)
+    out = torch.empty(sums.kept.shape, dtype=dtype, device=sums.kept.device)
+    for rows in slices_of(len(out), rows_summed(out.shape[1])):
+        own = None if tails is None else RowTails(tails.sizes[rows], tails.which[rows], tails.sums)
+        out[rows] = shard.sum(scaled_cast(sums.kept[rows], factor[rows], factor.dtype, own))
+    return out

@@ -2,7 +2,7 @@
 
 What a rank reads off its columns are partial results, as those of a block of columns are. A tile's states are gathered
 in one small collective and folded on every rank alike, so that all ranks go on with the same bits. Nothing of the size
-of a logits tile or of the weight is communicated; the hidden gradient, a sum over columns, is reduced once a call.
+of a logits tile or of the weight is communicated; the hidden gradient, a sum over columns, is reduced in backward.
 """
 
 from __future__ import annotations
@@ -92,14 +92,6 @@ class VocabularyShard:
         """In place."""
         dist.all_reduce(numbers, group=self.process_group)
         return numbers
-
-    def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """The hidden gradient of all columns in `dtype`, from this rank's in fp32 (fp64), which is written over.
-
-        What rows of the head have in common cancels where the ranks' parts meet: rounded before, it would be most of
-        what is rounded.
-        """
-        return self.sum(part).to(dtype)
 
 
 def merge(shard: VocabularyShard, state: RowState | BernoulliState | DivergenceState, target: Tensor) -> None:

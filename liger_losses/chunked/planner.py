@@ -28,11 +28,12 @@ def default_budget(problem: Problem) -> int:
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
     for tiles. Without: 1.1875 GiB, where larger tiles stop paying. For a second model: the logits of as many rows as
     run at the full rate, 64 MiB, and what a visit to a tile takes beside. With an active vocabulary: what its columns
-    take.
+    take. Over ranks: wider sums of the hidden gradient.
     """
     rows = min(FULL_RATE_ROWS, problem.tokens)
     room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * MIB) + problem.visit_bytes
     room += problem.compaction_bytes(min(PRODUCT_ROWS, problem.tokens))
+    room += problem.hidden_bytes - replace(problem, spread=False).hidden_bytes + problem.summed_bytes
     if not problem.weight_grad:
         return 1216 * MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes

@@ -14,6 +14,11 @@ def padded_columns(vocab_size: int) -> int:
     return -(-vocab_size // 8) * 8
 
 
+def rows_summed(hidden_size: int) -> int:
+    """Rows of a hidden gradient that ranks add up at a time: 128 MiB in fp32, which is what a collective is fast at."""
+    return max(1, (1 << 25) // hidden_size)
+
+
 @dataclass(frozen=True)
 class Problem:
     """The shapes of one call."""
@@ -97,8 +102,10 @@ class Problem:
 
     @property
     def summed_bytes(self) -> int:
-        """This rank's part of the hidden gradient, that of all ranks after it has been summed."""
-        return self.spread * self.hidden_grad * self.positions * self.hidden_size * self.statistics_bytes
+        """This rank's part of the hidden gradient, as much of it as is summed over ranks at a time."""
+        rows = min(self.positions, rows_summed(self.hidden_size))
+        wider = self.hidden_itemsize != self.statistics_bytes
+        return self.spread * self.hidden_grad * wider * rows * self.hidden_size * self.statistics_bytes
 
     def beside_logits(self, columns: int, itemsize: int) -> Problem:
         """With a second model's logits that exist: read where they lie, or gathered."""
