@@ -150,6 +150,8 @@ class ImmediateFunction(torch.autograd.Function):
         groups = group_units(
             walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units, problem.unit_rows
         )
+        if walk.plan.whole_cache:
+            groups = _decided_early(groups, walk.plan.logit_rows)
         for group, following in zip(groups, [*groups[1:], None], strict=True):
             first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
             coefficients = _group(walk, group, tiles, product, total, first)
@@ -177,6 +179,15 @@ class ImmediateFunction(torch.autograd.Function):
         hidden = finish_hidden_gradient(of_hidden, factor, ctx.dtypes[0], ctx.shard) if ctx.needs[0] else None
         weight, bias = finish_weight_gradient(totals, upstream, ctx.dtypes)
         return hidden, weight, bias, None
+
+
+def _decided_early(groups: list[UnitGroup], rows: int) -> list[UnitGroup]:
+    """Groups of single tokens, the first one cut: it decides whether columns are chosen or all of `G` is kept, and then
+    no more than `rows` rows were weighed and moved in vain."""
+    ((start, stop),) = groups[0].tokens
+    if stop - start <= rows:
+        return groups
+    return [UnitGroup((), ((a, b),)) for a, b in ((start, start + rows), (start + rows, stop))] + groups[1:]
 
 
 def _group(
