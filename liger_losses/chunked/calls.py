@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_whole
 from ..kernels import LogitTransform
 from .active import ActiveVocabulary
 from .active_deferred import ActiveCall, ActiveFunction
@@ -127,7 +128,7 @@ def prepare(
     else:
         check_target(target)
     check_head(hidden, weight, bias, target.shape, head)
-    hidden, weight, bias, shard = local_head(hidden, weight, bias)
+    hidden, weight, bias, shard = local_head(hidden, weight, bias, head)
     return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype), shard)
 
 
@@ -245,6 +246,7 @@ def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> in
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+        check_whole(f"inputs[{name!r}]", value)
     check_constants(loss, inputs)
     return unit_rows
 
