@@ -97,9 +97,8 @@ class Call:
         return self._target.target if isinstance(self._target, ScoredTokens) else self._target
 
     def scored_tokens(self) -> ScoredTokens:
-        scored = (
-            self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
-        )
+        target = self._target
+        scored = target if isinstance(target, ScoredTokens) else ScoredTokens(target, self.ignore_index)
         scored.check_range(self.vocab_size)
         return scored
 
@@ -129,7 +128,7 @@ def prepare(
         check_target(target)
     check_head(hidden, weight, bias, target.shape, head)
     hidden, weight, bias, shard = local_head(hidden, weight, bias, head)
-    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype), shard)
+    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype, head), shard)
 
 
 def per_token(temperature: float | Tensor) -> Tensor | None:

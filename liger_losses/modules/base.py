@@ -102,7 +102,7 @@ class Reference:
     known_shape: tuple[int, ...] = ()  # of each
     known_as: str = "ref_logps"  # the loss's input that they make up, end to end
 
-    def check(self, wanted: bool, target_shape: torch.Size) -> None:
+    def check(self, wanted: bool, target_shape: torch.Size, target_name: str) -> None:
         """Raise before any work, naming the argument of `forward`."""
         head = {"ref_input": self.hidden, "ref_weight": self.weight}
         given = [name for name, value in {**head, "ref_bias": self.bias, **self.known}.items() if value is not None]
@@ -123,7 +123,7 @@ class Reference:
                 check_float_tensor(name, value, self.known_shape)
                 check_constant(name, value)
         if by_head:
-            check_head_as(_REFERENCE, self.hidden, self.weight, self.bias, target_shape)
+            check_head_as(_REFERENCE, self.hidden, self.weight, self.bias, target_shape, target_name)
 
     def inputs(self, target: Tensor | ScoredTokens, options: CallOptions) -> dict[str, Tensor]:
         """The loss's input of the reference: `ref_logprobs` from one product of its head, or what was known."""
@@ -220,7 +220,7 @@ def fused_loss(
     The target's form and its number of rows are the caller's to check (`check_rows`).
     """
     check_head_as(names, hidden, weight, bias, target.shape, target_name)
-    reference.check(use_ref_model, target.shape)
+    reference.check(use_ref_model, target.shape, target_name)
     if isinstance(target, Tensor) and not torch.compiler.is_compiling():
         # Read once for both heads: on an accelerator each reading waits for the work queued so far.
         target = ScoredTokens.start(target, options.ignore_index)

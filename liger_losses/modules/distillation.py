@@ -83,7 +83,7 @@ class _Distillation(torch.nn.Module):
         if second.logits is not None and second.logits.shape[-1] != len(weight):
             raise ValueError(f"target: got shape {tuple(second.logits.shape)}, expected {len(weight)} columns, the "
                              "student's vocabulary")  # fmt: skip
-        options = self.options
+        engine = {name: value for name, value in self.options.policy().items() if name != "temperature"}
         try:
             return fused_linear_distillation(
                 hidden,
@@ -96,16 +96,11 @@ class _Distillation(torch.nn.Module):
                 reduction=reduction,
                 num_items_in_batch=num_items_in_batch,
                 token_weights=token_weights,
-                ignore_index=options.ignore_index,
-                softcap=options.softcap,
-                logit_scale=options.logit_scale,
                 teacher_softcap=self.teacher_softcap,
                 teacher_logit_scale=self.teacher_logit_scale,
-                memory_budget=options.memory_budget,
-                logits_dtype=options.logits_dtype,
-                strategy=options.strategy,
-                active_vocab=options.active_vocab,
+                strategy=self.options.strategy,
                 max_units=self.max_units,
+                **engine,
             )
         except (TypeError, ValueError) as error:
             callers = {taken: name for name, taken in known.items()}
