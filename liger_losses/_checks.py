@@ -140,6 +140,8 @@ def check_mask(mask: object, logprobs: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask: got {seen}, expected a torch.bool tensor, True where the token is scored")
+    check_whole("mask", mask)
+    check_whole("logprobs", logprobs)
     if mask.dim() != 2 or mask.shape != logprobs.shape:
         raise ValueError(
             f"mask: got shape {list(mask.shape)}, expected [rows, tokens], the shape of logprobs, which is "

@@ -20,6 +20,17 @@ def weighted(
     return weights * values.masked_fill((weights == 0) & ~values.isfinite(), 0)
 
 
+def divided(
+    total: Tensor,  # without dimensions, or of each token
+    count: Tensor,
+) -> Tensor:
+    """`total / count` in the dtype of `total`.
+
+    An fp64 count, which is exact beyond 2^24 tokens, would make an fp32 loss fp64: both are without dimensions.
+    """
+    return total / count.to(total.dtype)
+
+
 def divisor(count: Tensor) -> Tensor:
     """A count that was handed in, kept > 0: of whole tokens at least 1, of a rank's share, a float, anything."""
     if not count.is_floating_point():

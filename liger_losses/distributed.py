@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._checks import check_whole, is_dtensor
+from ._checks import check_float_tensor, is_dtensor
 from .chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from .chunked.cluster import ClusterPlan, Rates, plan_cluster
 from .chunked.loss import check_loss
-from .chunked.placements import TENSOR_PARALLEL, chunked_bounds, group_bounds, mesh_name
+from .chunked.placements import TENSOR_PARALLEL, check_rows_of_head, group_bounds, mesh_name, shard_bounds
 from .chunked.tokens import check_ignore_index, check_integer
 
 __all__ = [
@@ -53,7 +53,8 @@ class FusedHead(nn.Module):
         options: keyword arguments of `linear_logprobs` or `fused_linear_loss`, for every call; a module has its own.
 
     Raises:
-        TypeError: `linear` is no `torch.nn.Linear`, `loss` nothing of the kind, or options beside a module.
+        TypeError: `linear` is no `torch.nn.Linear`, `loss` nothing of the kind, options beside a module, or options
+            that those calls do not have.
 
     Example:
         >>> head = FusedHead(model.lm_head, LigerFusedLinearDPOLoss(beta=0.1))
@@ -73,11 +74,22 @@ class FusedHead(nn.Module):
                 raise TypeError(f"options: got {', '.join(options)} beside a {type(loss).__name__}, which has its own")
         elif loss is not None:
             check_loss(loss)
+        self._check_options(loss, options)
         self.weight = linear.weight
         self.bias: nn.Parameter | None
         self.register_parameter("bias", linear.bias)
         self.loss = loss
         self.options = options
+
+    @staticmethod
+    def _check_options(loss: nn.Module | Loss | None, options: dict[str, Any]) -> None:
+        call = linear_logprobs if loss is None else fused_linear_loss
+        parameters = inspect.signature(call).parameters.values()
+        known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(f"options: got {', '.join(unknown)}, expected keyword arguments of {call.__name__}: "
+                            f"{', '.join(known)}")  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`(hidden, target, ...)` for log-probabilities and loss objects; for a module its own arguments, in its order,
@@ -119,8 +131,10 @@ def vocab_parallel(
     "tp" says so of itself and needs no call.
 
     Args:
-        weight: a plain tensor, this rank's rows; or a DTensor with `Shard(0)` along `dim` of its mesh.
-        group: of the ranks, for a plain tensor; or a mesh whose dimension `dim` is that group.
+        weight: a plain tensor, this rank's rows; or a DTensor with `Shard(0)` along `dim` of its mesh, such as what
+            this returned earlier, which it returns again.
+        group: of the ranks; or a mesh whose dimension `dim` is that group. A DTensor has its own: None, or of the same
+            ranks.
         dim: name of the mesh dimension.
         first: the first row here, to be checked; None: where the rank before ends. Shards may differ in size.
         vocab_size: rows of all ranks, to be checked.
@@ -129,19 +143,18 @@ def vocab_parallel(
         A DTensor of the whole shape over the same storage; gradients reach `weight`.
 
     Raises:
-        TypeError, ValueError: no such mesh dimension, a replicated or otherwise sharded weight, shards that overlap,
-            leave a gap, are empty or are not `vocab_size` in all.
+        TypeError, ValueError: no such mesh dimension, a replicated or otherwise sharded weight, neither `[rows, H]` nor
+            `[rows]` of a floating dtype, shards that overlap, leave a gap, are empty or are not `vocab_size` in all,
+            or that differ in `H`, dtype or number of dimensions. What the exchange shows raises on every rank.
 
     Note:
-        Of a plain tensor, every call exchanges the sizes: a small collective that all ranks of the group must enter,
-        and on an accelerator wait for. Call it once, outside of the loop: what it returns serves every step.
+        Of a plain tensor, every call exchanges shape and dtype: a small collective that all ranks of the group must
+        enter, and on an accelerator wait for. Call it once, outside of the loop: what it returns serves every step.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: got {type(weight).__name__}, expected a torch.Tensor")
-    if weight.dim() == 0:
-        raise ValueError("weight: got a tensor without dimensions, expected rows [rows, H], or of a bias [rows]")
     for name, number in (("first", first), ("vocab_size", vocab_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
             raise TypeError(f"{name}: got {number!r} of type {type(number).__name__}, expected an int or None")
@@ -150,21 +163,23 @@ def vocab_parallel(
         dimension = _dimension(spread.device_mesh, dim)
         if not spread.placements[dimension].is_shard(0):
             raise ValueError(f"weight: got {spread.placements[dimension]} along {dim!r}, expected Shard(0)")
+        check_rows_of_head(tuple(weight.shape), weight.dtype)
+        owner, bounds = spread.device_mesh.get_group(dimension), shard_bounds("weight", weight, dimension)
+        if group is not None:
+            _check_same_ranks(_group(group, dim), owner)
+        _check_said(first, vocab_size, bounds, dist.get_rank(owner))
         if dim == TENSOR_PARALLEL:
             return weight
         if spread.device_mesh.ndim > 1:
             raise ValueError(f"weight: got a mesh of {spread.device_mesh.ndim} dimensions beside dim={dim!r}; expected "
                              f"one dimension, or the name {TENSOR_PARALLEL!r} for it")  # fmt: skip
-        owner, local, rows = spread.device_mesh.get_group(dimension), spread.to_local(), spread.shape[0]
+        local = spread.to_local()
+        _check_on_device(local)
     else:
-        owner, local, rows = _group(group, dim), weight, None
-    if local.is_meta:
-        raise ValueError("weight: got device meta, expected that of hidden: it has no values yet")
+        owner, local = _group(group, dim), weight
+        _check_on_device(local)
+        bounds = group_bounds(owner, local, first, vocab_size)
     device = local.device.type
-    if rows is None:
-        bounds = group_bounds(owner, local.shape[0], first, vocab_size)
-    else:
-        bounds = chunked_bounds(owner.size(), rows)
     rows, key = bounds[-1], (owner, device, mesh_name(bounds))
     if key not in _meshes:
         _meshes[key] = DeviceMesh.from_group(owner, device, mesh_dim_names=key[2:])
@@ -173,10 +188,31 @@ def vocab_parallel(
     return DTensor.from_local(local, _meshes[key], [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
+def _check_on_device(local: Tensor) -> None:
+    if local.is_meta:
+        raise ValueError("weight: got device meta, expected that of hidden: it has no values yet")
+
+
+def _check_said(first: int | None, vocab_size: int | None, bounds: tuple[int, ...], rank: int) -> None:
+    """Raise unless a DTensor's shards are those that the caller says they are."""
+    if first is not None and first != bounds[rank]:
+        raise ValueError(f"first: got {first}, expected {bounds[rank]}, where the DTensor's rows on this rank begin")
+    if vocab_size is not None and vocab_size != bounds[-1]:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected {bounds[-1]}, the rows of the DTensor")
+
+
+def _check_same_ranks(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> None:
+    given, own = dist.get_process_group_ranks(group), dist.get_process_group_ranks(owner)
+    if given != own:
+        raise ValueError(f"group: got one of the ranks {given} beside a DTensor spread over {own}, expected None")
+
+
 def _dimension(mesh: DeviceMesh, dim: str) -> int:
-    names = mesh.mesh_dim_names or ()
+    known = mesh.mesh_dim_names or ()
+    # Of what vocab_parallel returns, bounds may be part of the name.
+    names = [name.partition("[")[0] if name.startswith(f"{TENSOR_PARALLEL}[") else name for name in known]
     if dim not in names:
-        raise ValueError(f"dim: got {dim!r}, expected a dimension of the mesh, {names or 'which has no names'}")
+        raise ValueError(f"dim: got {dim!r}, expected a dimension of the mesh, {known or 'which has no names'}")
     return names.index(dim)
 
 
@@ -232,10 +268,10 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
     Every rank computes the same loss; its backward adds up the gradients that the ranks send. Where parameters'
     gradients are then averaged over these ranks, as DDP and FSDP2 do, they are exactly those of the loss.
+
+    Floating-point tensors alone: whole numbers have no gradient, `torch.distributed.all_reduce` adds them up.
     """
-    if not isinstance(values, Tensor):
-        raise TypeError(f"values: got {type(values).__name__}, expected a torch.Tensor")
-    check_whole("values", values)
+    check_float_tensor("values", values)
     _check_member(group)
     total: Tensor = _SumOverRanks.apply(values, group)
     return total
@@ -270,8 +306,10 @@ def scored_count(
             that the count returned is per rank; or `"sum"`.
 
     Returns:
-        A tensor without dimensions, to be handed on as `num_items_in_batch`; nothing is read on the host. GRPO divides
-        the count by its own `num_processes`: there it is `"sum"`, whatever the engine does.
+        A tensor without dimensions, to be handed on as `num_items_in_batch`; nothing is read on the host. It is fp64,
+        in which every count is exact. The losses here take it in their own dtype; of your own fp32 loss it would make
+        an fp64 one, two tensors without dimensions: `loss / count.to(loss.dtype)`. GRPO divides the count by its own
+        `num_processes`: there it is `"sum"`, whatever the engine does.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients: got {gradients!r}, expected 'mean' or 'sum'")
@@ -279,6 +317,6 @@ def scored_count(
     check_integer("target", labels)
     check_ignore_index(ignore_index)
     _check_member(group)
-    count = (labels != ignore_index).sum().to(torch.float32)
+    count = (labels != ignore_index).sum().to(torch.float64)
     dist.all_reduce(count, group=group)
     return (count / dist.get_world_size(group) if gradients == "mean" else count).clamp_min(1e-9)

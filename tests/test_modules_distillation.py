@@ -270,7 +270,7 @@ def test_refused_options(module: type[Any], options: dict[str, Any], error: type
         ({"true_labels": torch.zeros(3).long()}, ValueError, "true_labels: got shape (3,), expected (40,)"),
         ({"true_labels": torch.zeros(N)}, TypeError, "true_labels: got dtype torch.float32, expected an integer dtype"),
         ({"true_labels": None}, TypeError, "true_labels: got NoneType, expected a torch.Tensor"),
-        ({"true_labels": torch.full((N,), V)}, ValueError, "target: got 100 at row 0, position 0"),
+        ({"true_labels": torch.full((N,), V)}, ValueError, "true_labels: got 100 at row 0, position 0"),
         ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape [3], expected [40]"),
         ({"num_items_in_batch": 2.5}, TypeError, "num_items_in_batch: got 2.5 of type float, expected an int"),
         ({"teacher_input": None}, TypeError, "teacher_input: got NoneType, expected a torch.Tensor"),

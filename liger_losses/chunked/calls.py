@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_whole
 from ..kernels import LogitTransform
 from .active import ActiveVocabulary
 from .active_deferred import ActiveCall, ActiveFunction
@@ -96,9 +97,8 @@ class Call:
         return self._target.target if isinstance(self._target, ScoredTokens) else self._target
 
     def scored_tokens(self) -> ScoredTokens:
-        scored = (
-            self._target if isinstance(self._target, ScoredTokens) else ScoredTokens(self._target, self.ignore_index)
-        )
+        target = self._target
+        scored = target if isinstance(target, ScoredTokens) else ScoredTokens(target, self.ignore_index)
         scored.check_range(self.vocab_size)
         return scored
 
@@ -127,8 +127,8 @@ def prepare(
     else:
         check_target(target)
     check_head(hidden, weight, bias, target.shape, head)
-    hidden, weight, bias, shard = local_head(hidden, weight, bias)
-    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype), shard)
+    hidden, weight, bias, shard = local_head(hidden, weight, bias, head)
+    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype, head), shard)
 
 
 def per_token(temperature: float | Tensor) -> Tensor | None:
@@ -245,6 +245,7 @@ def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> in
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+        check_whole(f"inputs[{name!r}]", value)
     check_constants(loss, inputs)
     return unit_rows
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
-from .._weighting import divisor, weighted
+from .._weighting import divided, divisor, weighted
 from ..kernels import DISTILLATION, Divergence
 from .calls import prepare, run_loss, token_values
 from .head import check_head
@@ -244,12 +244,12 @@ class DistillationLoss:
             each = statistics[name].masked_fill(~mask, 0)
             if _WEIGHTS in inputs:
                 each = weighted(each, inputs[_WEIGHTS], mask)
-            return each.sum() / totals["count"].to(each.dtype)
+            return divided(each.sum(), totals["count"])
 
         metrics = {}
         for name in self.report:
             each = statistics[_TERMS.get(name, name)].detach()
-            mean = each.masked_fill(~mask, 0).sum() / totals["scored"].to(each.dtype)
+            mean = divided(each.masked_fill(~mask, 0).sum(), totals["scored"])
             metrics[name] = term(_TERMS[name]).detach() if name in _TERMS else mean
         if "logprob" in metrics:
             metrics["nll"] = -metrics.pop("logprob")

@@ -32,7 +32,15 @@ def check_logits_dtype(logits_dtype: str) -> None:
         raise ValueError(f"logits_dtype: got {logits_dtype!r}, expected 'float32' or 'input'")
 
 
-def choose_precision(hidden: Tensor, weight: Tensor, logits_dtype: str) -> Precision:
+NAMES = ("hidden", "weight", "bias")
+
+
+def choose_precision(
+    hidden: Tensor,
+    weight: Tensor,
+    logits_dtype: str,
+    names: tuple[str, str, str] = NAMES,  # that the caller knows the head's tensors by
+) -> Precision:
     """The dtype autocast asks for, else the lower of the two; fp64 stays fp64 throughout."""
     check_logits_dtype(logits_dtype)
     kinds = {hidden.dtype, weight.dtype}
@@ -44,14 +52,12 @@ def choose_precision(hidden: Tensor, weight: Tensor, logits_dtype: str) -> Preci
     elif len(kinds) == 1:
         compute = hidden.dtype
     elif kinds == {torch.float16, torch.bfloat16}:
-        raise TypeError("hidden, weight: got float16 and bfloat16, which have no lower of the two; cast one of them")
+        both = ", ".join(names[:2])
+        raise TypeError(f"{both}: got float16 and bfloat16, which have no lower of the two; cast one of them")
     else:
         compute = min(kinds, key=lambda dtype: torch.finfo(dtype).bits)
     logits = compute if logits_dtype == "input" else torch.float32
     return Precision.of(compute, logits)
-
-
-NAMES = ("hidden", "weight", "bias")
 
 
 def check_head(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import FP32_RANGE, check_constant, check_fp32_range
+from .._checks import FP32_RANGE, check_constant, check_fp32_range, check_whole
 from ..kernels import DIFFERENTIABLE, DISTILLATION, INVALID_POSITIVE, STATISTICS, LogitTransform
 from .teacher import Teacher, check_teacher
 from .tokens import check_integer, upload
@@ -119,6 +119,7 @@ def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         seen = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
+    check_whole(name, tensor)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
     check_constant(name, tensor)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._checks import is_dtensor
+from .head import FLOATING, NAMES
 from .parallel import VocabularyShard
 from .teacher import Teacher
 
@@ -58,12 +59,12 @@ def mesh_name(bounds: tuple[int, ...]) -> str:
     return TENSOR_PARALLEL if bounds == chunked_bounds(len(bounds) - 1, bounds[-1]) else f"{TENSOR_PARALLEL}{[*bounds]}"
 
 
-def check_bounds(bounds: tuple[int, ...], vocab_size: int) -> None:
+def check_bounds(bounds: tuple[int, ...], vocab_size: int, name: str = "weight") -> None:
     """Raise unless they are the starts of non-empty consecutive shards of the whole vocabulary."""
     starts = bounds[:-1]
     if bounds[0] != 0 or bounds[-1] != vocab_size or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(
-            f"weight: got shards that begin at {list(starts)} and end at {bounds[-1]}, expected consecutive ones of at "
+            f"{name}: got shards that begin at {list(starts)} and end at {bounds[-1]}, expected consecutive ones of at "
             f"least one row that cover [0, {vocab_size})"
         )
 
@@ -73,23 +74,34 @@ def chunked_bounds(ranks: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(min(rank * step, vocab_size) for rank in range(ranks + 1))
 
 
-def _shard_of(weight: Any, dimension: int) -> VocabularyShard:
-    group, name = weight.device_mesh.get_group(dimension), weight.device_mesh.mesh_dim_names[dimension]
-    bounds = chunked_bounds(group.size(), weight.shape[0])
-    if name != TENSOR_PARALLEL:
-        bounds = tuple(map(int, name[len(TENSOR_PARALLEL) + 1 : -1].split(",")))
-    check_bounds(bounds, weight.shape[0])
-    return VocabularyShard(group.group_name, bounds)
+def shard_bounds(name: str, weight: Any, dimension: int) -> tuple[int, ...]:
+    """Where the shards of a DTensor spread along a mesh dimension begin, and where the last ends."""
+    known = weight.device_mesh.mesh_dim_names[dimension]
+    bounds = chunked_bounds(weight.device_mesh.size(dimension), weight.shape[0])
+    if known.startswith(f"{TENSOR_PARALLEL}["):
+        bounds = tuple(map(int, known[len(TENSOR_PARALLEL) + 1 : -1].split(",")))
+    check_bounds(bounds, weight.shape[0], name)
+    return bounds
+
+
+def _shard_of(weight: Any, dimension: int, name: str = "weight") -> VocabularyShard:
+    return VocabularyShard(weight.device_mesh.get_group(dimension).group_name, shard_bounds(name, weight, dimension))
+
+
+def _check_spread(name: str, tensor: Tensor) -> int:
+    """The mesh dimension along which the rows of a tensor beside a vocabulary-parallel weight are spread."""
+    dimension = tensor_parallel_dimension(tensor)
+    if dimension is None:
+        raise ValueError(f"{name}: got {_placed(tensor)} beside a vocabulary-parallel weight, expected a DTensor with "
+                         f"Shard(0) along {TENSOR_PARALLEL!r}")  # fmt: skip
+    return dimension
 
 
 def _local_rows(name: str, tensor: Any, shard: VocabularyShard) -> Tensor:
     """This rank's rows; what is sharded along other dimensions of the mesh, too, is gathered along those."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    dimension = tensor_parallel_dimension(tensor)
-    if dimension is None:
-        raise ValueError(f"{name}: got {_placed(tensor)} beside a vocabulary-parallel weight, expected a DTensor with "
-                         f"Shard(0) along {TENSOR_PARALLEL!r}")  # fmt: skip
+    dimension = _check_spread(name, tensor)
     others = [index for index in range(tensor.device_mesh.ndim) if index != dimension]
     local: Tensor
     if others:
@@ -132,13 +144,8 @@ def _placed(tensor: Any) -> str:
     return "a DTensor with " + ", ".join(f"{p} along {n!r}" for n, p in zip(names, tensor.placements, strict=True))
 
 
-def _whole_hidden(name: str, hidden: Any) -> Tensor:
-    """Hidden states of every token, where those may be spread over the tensor-parallel ranks (sequence parallel).
-
-    Their gradient comes back whole on every rank, summed before it was rounded.
-    """
-    from torch.distributed.tensor import Replicate
-
+def _check_hidden(name: str, hidden: Any) -> None:
+    """Raise for hidden states that are not whole rows of tokens."""
     names = hidden.device_mesh.mesh_dim_names or ("",) * hidden.device_mesh.ndim
     wrong = [
         n for n, p in zip(names, hidden.placements, strict=True)
@@ -147,30 +154,62 @@ def _whole_hidden(name: str, hidden: Any) -> Tensor:
     if wrong:
         raise ValueError(f"{name}: got {_placed(hidden)}, expected this rank's tokens: Replicate(), or along "
                          f"{TENSOR_PARALLEL!r} a Shard of another dimension than the last")  # fmt: skip
+
+
+def _whole_hidden(name: str, hidden: Any) -> Tensor:
+    """Hidden states of every token, where those may be spread over the tensor-parallel ranks (sequence parallel).
+
+    Their gradient comes back whole on every rank, summed before it was rounded.
+    """
+    from torch.distributed.tensor import Replicate
+
+    _check_hidden(name, hidden)
     replicated = [Replicate()] * hidden.device_mesh.ndim
     return hidden.redistribute(placements=replicated).to_local(grad_placements=replicated)
 
 
+def check_placed(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str, str] = NAMES,  # that the caller knows them by
+) -> None:
+    """Raise for a head whose tensors are placed differently; nothing is communicated."""
+    if torch.compiler.is_compiling() or not any(map(is_dtensor, (hidden, weight, bias))):
+        return  # local_head refuses DTensors while tracing
+    if is_dtensor(hidden):
+        _check_hidden(names[0], hidden)
+    dimension = tensor_parallel_dimension(weight)
+    if dimension is not None:
+        shard_bounds(names[1], weight, dimension)
+    if bias is None:
+        return
+    if dimension is not None:
+        _check_spread(names[2], bias)
+    elif tensor_parallel_dimension(bias) is not None:
+        raise ValueError(f"{names[2]}: got {_placed(bias)} beside a weight that is not, expected one placed as "
+                         f"{names[1]} is")  # fmt: skip
+
+
 def local_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str] = NAMES
 ) -> tuple[Tensor, Tensor, Tensor | None, VocabularyShard | None]:
     """What this rank multiplies, and its place in the vocabulary where that is spread over ranks."""
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, None
     if torch.compiler.is_compiling():
         raise NotImplementedError("hidden, weight, bias: got a DTensor under torch.compile, expected an eager call")
+    check_placed(hidden, weight, bias, names)
     dimension = tensor_parallel_dimension(weight)
     if dimension is None:
-        if bias is not None and tensor_parallel_dimension(bias) is not None:
-            raise ValueError(f"bias: got {_placed(bias)} beside a weight that is not, expected one placed as weight is")
         if is_dtensor(hidden):
-            hidden = _whole_hidden("hidden", hidden)
+            hidden = _whole_hidden(names[0], hidden)
         return hidden, gathered(weight), None if bias is None else gathered(bias), None
-    shard = _shard_of(weight, dimension)
+    shard = _shard_of(weight, dimension, names[1])
     if is_dtensor(hidden):
-        hidden = _whole_hidden("hidden", hidden)
-    bias = None if bias is None else _local_rows("bias", bias, shard)
-    return hidden, _local_rows("weight", weight, shard), bias, shard
+        hidden = _whole_hidden(names[0], hidden)
+    bias = None if bias is None else _local_rows(names[2], bias, shard)
+    return hidden, _local_rows(names[1], weight, shard), bias, shard
 
 
 def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
@@ -183,15 +222,15 @@ def local_teacher(teacher: Teacher, shard: VocabularyShard | None) -> Teacher:
             dimension = None if tensor is None else tensor_parallel_dimension(tensor)
             if dimension is None:
                 continue
-            bounds = _shard_of(tensor, dimension).bounds
+            bounds = shard_bounds(name, tensor, dimension)
             if bounds != chunked_bounds(len(bounds) - 1, bounds[-1]):  # DTensor could not put them together
                 raise ValueError(f"{name}: got a DTensor in unequal shards, {list(bounds)}, beside a student's head "
                                  "that is whole; expected a whole tensor, or a student spread alike")  # fmt: skip
         weight, bias, logits = (None if t is None else gathered(t) for t in (weight, bias, logits))
         return replace(teacher, hidden=hidden, weight=weight, bias=bias, logits=logits)
     if teacher.probabilities:
-        raise ValueError("teacher_probs: got a tensor beside a vocabulary-parallel student, expected their logarithms "
-                         "as teacher_logits")  # fmt: skip
+        raise ValueError("teacher_probs: got a tensor beside a vocabulary-parallel student, expected their logarithms, "
+                         "as teacher_logits of linear_divergence or fused_linear_distillation")  # fmt: skip
     weight = None if weight is None else _own_rows("teacher_weight", weight, shard)
     bias = None if bias is None else _own_rows("teacher_bias", bias, shard)
     if isinstance(logits, Tensor):
@@ -217,20 +256,38 @@ def _own_rows(name: str, tensor: Tensor, shard: VocabularyShard) -> Tensor:
     return gathered(tensor.detach())[shard.columns]
 
 
-def group_bounds(group: dist.ProcessGroup, rows: int, first: int | None, vocab_size: int | None) -> tuple[int, ...]:
-    """The bounds of all ranks' shards, from what each says of its own; a collective of objects."""
+def check_rows_of_head(shape: tuple[int, ...], dtype: torch.dtype, where: str = "") -> None:
+    """Raise for what is neither some rows of a head's weight nor some entries of its bias."""
+    if dtype not in FLOATING:
+        raise TypeError(f"weight: got dtype {dtype}{where}, expected one of {', '.join(map(str, FLOATING))}")
+    if len(shape) not in (1, 2) or 0 in shape[1:]:
+        raise ValueError(f"weight: got shape {shape}{where}, expected [rows, H] with H >= 1, or of a bias [rows]")
+
+
+def group_bounds(group: dist.ProcessGroup, local: Tensor, first: int | None, vocab_size: int | None) -> tuple[int, ...]:
+    """The bounds of all ranks' shards, from what each says of its own; a collective of objects.
+
+    Whatever is wrong with one of them raises on every rank.
+    """
     said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, (rows, first, vocab_size), group=group)
+    dist.all_gather_object(said, (tuple(local.shape), local.dtype, first, vocab_size), group=group)
+    one_shape, one_dtype = said[0][:2]
     bounds, total = [0], 0
-    for rank, (own_rows, own_first, _size) in enumerate(said):
-        begin = total if own_first is None else own_first
+    for rank, (shape, dtype, own_first, _size) in enumerate(said):
+        check_rows_of_head(shape, dtype, f" on rank {rank} of the group")
+        if dtype != one_dtype:
+            raise TypeError(f"weight: got dtype {dtype} on rank {rank} of the group, expected {one_dtype} as on rank 0")
+        if shape[1:] != one_shape[1:]:
+            raise ValueError(f"weight: got shape {shape} on rank {rank} of the group, expected "
+                             f"{('rows', *one_shape[1:])} as on rank 0")  # fmt: skip
+        own_rows, begin = shape[0], total if own_first is None else own_first
         if begin != total:
             what = "overlap" if begin < total else "leave a gap"
             raise ValueError(f"weight: got shards that {what}: rank {rank} of the group begins at {begin}, expected "
                              f"{total}, where the rank before it ends")  # fmt: skip
         total += own_rows
         bounds.append(total)
-    sizes = {size for _rows, _first, size in said if size is not None}
+    sizes = {size for *_rest, size in said if size is not None}
     if sizes - {total}:
         raise ValueError(f"weight: got shards of {total} rows in all, expected vocab_size={min(sizes - {total})}")
     found = tuple(bounds)

@@ -75,14 +75,14 @@ class ScoredTokens:
         counts: list[int] = self._counts.tolist()
         return counts
 
-    def check_range(self, vocab_size: int) -> None:
+    def check_range(self, vocab_size: int, name: str = "target") -> None:
         """Raise for a scored target outside `[0, vocab_size)`, where the targets can be read without waiting.
 
         On an accelerator such a token's log-probability is NaN instead: nothing is trained on it unnoticed.
         """
         if self._in_range is not None and vocab_size >= self._in_range:
             return
-        check_range(self._target, self._mask, vocab_size, self.ignore_index)
+        check_range(self._target, self._mask, vocab_size, self.ignore_index, name)
         self._in_range = vocab_size
 
     def to(self, device: torch.device) -> ScoredOnDevice:
@@ -111,7 +111,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def check_range(target: Tensor, mask: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_range(target: Tensor, mask: Tensor, vocab_size: int, ignore_index: int, name: str = "target") -> None:
     """Raise for a scored target outside `[0, vocab_size)`, if the target can be read without waiting."""
     if target.device.type != "cpu":
         return
@@ -121,7 +121,7 @@ def check_range(target: Tensor, mask: Tensor, vocab_size: int, ignore_index: int
         names = {1: "position {}", 2: "row {}, position {}"}.get(len(place), "index {}")
         where = names.format(*(place if len(place) <= 2 else (place,)))
         raise ValueError(
-            f"target: got {int(target[place])} at {where}; expected a class in [0, {vocab_size}) or "
+            f"{name}: got {int(target[place])} at {where}; expected a class in [0, {vocab_size}) or "
             f"ignore_index={ignore_index}"
         )
 

@@ -17,8 +17,9 @@ from .._checks import (
     check_mask,
     check_names,
     check_number,
+    check_whole,
 )
-from .._weighting import divisor, weighted
+from .._weighting import divided, divisor, weighted
 from .selection import TokenSelection
 
 REDUCTIONS = ("mean", "sum")
@@ -60,6 +61,7 @@ def cross_entropy_loss(
         if value is None and name in loss.statistics:
             raise ValueError(f"{name}: got None, expected a tensor for the options of {loss}")
         if value is not None:
+            check_whole(name, value)
             statistics[name] = value
     inputs = {"token_weights": token_weights, "class_weights": class_weights}
     present = {name: value for name, value in inputs.items() if value is not None}
@@ -194,10 +196,10 @@ class CrossEntropyLoss:
             nll, z_loss = weighted(nll, picked, mask), None if z_loss is None else weighted(z_loss, picked, mask)
             if self.reduction == "mean":
                 divisors = self._divisors(picked, mask, inputs)
-        loss = nll.sum() / divisors[0]
+        loss = divided(nll.sum(), divisors[0])
         metrics = {}
         if z_loss is not None:
-            share = z_loss.sum() / divisors[1]
+            share = divided(z_loss.sum(), divisors[1])
             loss, metrics["z_loss"] = loss + share, share.detach()
         if self.report_accuracy:
             metrics["token_accuracy"] = (statistics["is_top1"] & mask).sum() / totals["scored"]

@@ -17,6 +17,7 @@ from .._checks import (
     check_number,
     check_shared,
     check_temperature,
+    check_whole,
 )
 from ..kernels import check_of_logits
 from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, probability_times
@@ -177,6 +178,7 @@ def check_row_mask(mask: object, shape: torch.Size) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask: got {seen}, expected a torch.bool tensor, True where the token is scored")
+    check_whole("mask", mask)
     if mask.shape != shape:
         raise ValueError(f"mask: got shape {list(mask.shape)}, expected {list(shape)}")
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import check_whole
+
 # Largest exponent that is taken; beyond it the score is constant. It leaves room in the dtype for what follows (beta,
 # a difference, a sum over the batch), and keeps the gradient from being 0 * inf where the loss itself is flat.
 _MAX_EXPONENT = {torch.float32: 80.0, torch.float64: 700.0}
@@ -54,4 +56,5 @@ def f_divergence_score(
     alpha: float = 0.5,  # read by "alpha_divergence" only
 ) -> Tensor:
     """`g(log_ratio)` of the named divergence, same shape. Exponents are bounded: 80 in fp32, 700 in fp64."""
+    check_whole("log_ratio", log_ratio)
     return F_DIVERGENCES[name](log_ratio, alpha)

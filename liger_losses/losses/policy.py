@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count, check_float_tensor, check_mask
+from .._weighting import divided
 from .._weighting import divisor as of_count
 from .policy_options import PolicyOptions
 from .policy_terms import KL_ESTIMATORS, on_policy_mask, sampler_ratio, top_entropy_mask, value_loss
@@ -255,7 +256,7 @@ class GRPOLoss(PolicyOptions):
         loss = summed(losses)
         if self.entropy_coef != 0:
             assert entropy is not None
-            share = entropy.masked_fill(~kept, 0).sum() * processes / totals["step_tokens"]
+            share = divided(entropy.masked_fill(~kept, 0).sum() * processes, totals["step_tokens"])
             if self.top_entropy_quantile < 1:
                 share = share * totals["tokens"] / kept.sum().clamp_min(1)
             loss = loss - self.entropy_coef * share

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape
+from .._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape, check_whole
 from .f_divergence import f_divergence_score
 from .pairs import pair_count, pair_metrics, pair_totals, split_pairs
 from .preference_types import FLIPS, logistic
@@ -32,6 +32,7 @@ def log_odds(
     `logps` is kept at or below minus the dtype's epsilon, where `p` is the largest number below 1: a model that is sure
     of every token has finite odds, and no gradient that would make it surer.
     """
+    check_whole("logps", logps)
     bounded = logps.clamp(max=-torch.finfo(logps.dtype).eps)
     return bounded - torch.log(-torch.expm1(bounded))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_mask
+from .._checks import check_mask, check_whole
 from .pairs import pair_count, split_pairs
 
 
@@ -17,6 +17,7 @@ def sequence_lengths(
     mask: Tensor,  # [R, T] bool
 ) -> Tensor:
     """Scored tokens per row, `[R]` int64."""
+    check_whole("mask", mask)
     return mask.sum(dim=1)
 
 
@@ -68,5 +69,7 @@ def alignment_weights(
 
     Zhou et al., "WPO: Enhancing RLHF with Weighted Preference Optimization", arXiv:2406.11827, Eq. 2.
     """
+    check_mask(mask, logprobs)
+    check_whole("log_sum_sq_probs", log_sum_sq_probs)
     aligned = (logprobs - log_sum_sq_probs).detach()
     return sequence_logprobs(aligned, mask, average=True).exp()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names
-from .._weighting import divisor, weighted
+from .._weighting import divided, divisor, weighted
 from .divergence import check_divergence, check_pair, check_row_mask, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
 from .policy_terms import KL_ESTIMATORS
@@ -201,4 +201,4 @@ class SampledKLLoss:
             estimate = weighted(estimate, weights, read)
         with torch.no_grad():
             mean = sampled_kl(logprobs, teacher, estimator="k1", mask=mask).sum() / totals["scored"]
-        return estimate.sum() / totals["tokens"], {"reverse_kl": mean}
+        return divided(estimate.sum(), totals["tokens"]), {"reverse_kl": mean}

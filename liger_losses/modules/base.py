@@ -12,7 +12,8 @@ from torch import Tensor
 from .._checks import check_constant, check_float_tensor
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from ..chunked.active import ActiveVocabulary
-from ..chunked.head import check_head
+from ..chunked.head import NAMES, check_head
+from ..chunked.placements import check_placed
 from ..chunked.planner import check_tiling
 from ..chunked.tokens import check_ignore_index, check_target
 from ..kernels import LogitTransform
@@ -87,6 +88,9 @@ class CallOptions:
         return None if self.chunk_size == 1 else self.chunk_size
 
 
+_REFERENCE = ("ref_input", "ref_weight", "ref_bias")
+
+
 @dataclass(frozen=True)
 class Reference:
     """What a caller gave of the reference model: a head and its hidden states, or its log-probabilities, or nothing."""
@@ -98,7 +102,7 @@ class Reference:
     known_shape: tuple[int, ...] = ()  # of each
     known_as: str = "ref_logps"  # the loss's input that they make up, end to end
 
-    def check(self, wanted: bool, target_shape: torch.Size) -> None:
+    def check(self, wanted: bool, target_shape: torch.Size, target_name: str) -> None:
         """Raise before any work, naming the argument of `forward`."""
         head = {"ref_input": self.hidden, "ref_weight": self.weight}
         given = [name for name, value in {**head, "ref_bias": self.bias, **self.known}.items() if value is not None]
@@ -119,7 +123,7 @@ class Reference:
                 check_float_tensor(name, value, self.known_shape)
                 check_constant(name, value)
         if by_head:
-            check_head_as(("ref_input", "ref_weight", "ref_bias"), self.hidden, self.weight, self.bias, target_shape)
+            check_head_as(_REFERENCE, self.hidden, self.weight, self.bias, target_shape, target_name)
 
     def inputs(self, target: Tensor | ScoredTokens, options: CallOptions) -> dict[str, Tensor]:
         """The loss's input of the reference: `ref_logprobs` from one product of its head, or what was known."""
@@ -128,9 +132,25 @@ class Reference:
             return {self.known_as: known[0] if len(known) == 1 else torch.cat(known)}
         if self.hidden is None or self.weight is None:
             return {}
-        with torch.no_grad():
-            logprobs = linear_logprobs(self.hidden, self.weight, target, self.bias, **options.reference())
+        try:
+            with torch.no_grad():
+                logprobs = linear_logprobs(self.hidden, self.weight, target, self.bias, **options.reference())
+        except (TypeError, ValueError) as error:
+            raise renamed(error, dict(zip(NAMES, _REFERENCE, strict=True))) from None
         return {"ref_logprobs": logprobs}
+
+    def check_range(self, target: ScoredTokens, policy: int, policy_name: str) -> None:
+        """Raise for targets that the reference has no column for; it may have fewer, or more, than the policy."""
+        if self.weight is None or len(self.weight) >= policy:
+            return
+        try:
+            target.check_range(len(self.weight))
+        except ValueError as error:
+            seen = str(error).partition(": got ")[2].partition(";")[0]
+            raise ValueError(
+                f"ref_weight: got {len(self.weight)} rows beside the {policy} of {policy_name}, expected one for every "
+                f"target, among which is {seen}"
+            ) from None
 
 
 NO_REFERENCE = Reference()
@@ -158,10 +178,27 @@ def check_accumulator(dtype: torch.dtype | None) -> None:
 
 
 def check_head_as(
-    names: tuple[str, str, str], hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, shape: torch.Size
+    names: tuple[str, str, str],
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: torch.Size,
+    target_name: str = "target",
 ) -> None:
-    """The engine's own check of a head, under the names the caller used."""
-    check_head(hidden, weight, bias, shape, names)
+    """The engine's own checks of a head, under the names the caller used."""
+    try:
+        check_head(hidden, weight, bias, shape, names)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"target": target_name}) from None
+    assert hidden is not None
+    assert weight is not None
+    check_placed(hidden, weight, bias, names)
+
+
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """An error of the engine's under the names of the caller's arguments; `names` maps the engine's to those."""
+    named, colon, rest = str(error).partition(":")
+    return type(error)(", ".join(names.get(name, name) for name in named.split(", ")) + colon + rest)
 
 
 def fused_loss(
@@ -176,29 +213,35 @@ def fused_loss(
     use_ref_model: bool = False,
     inputs: Mapping[str, Tensor] | None = None,
     names: tuple[str, str, str] = ("_input", "lin_weight", "bias"),  # of the head's tensors, in messages
+    target_name: str = "target",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Checks everything, then the reference's log-probabilities, then the fused loss.
 
     The target's form and its number of rows are the caller's to check (`check_rows`).
     """
-    check_head_as(names, hidden, weight, bias, target.shape)
-    reference.check(use_ref_model, target.shape)
+    check_head_as(names, hidden, weight, bias, target.shape, target_name)
+    reference.check(use_ref_model, target.shape, target_name)
     if isinstance(target, Tensor) and not torch.compiler.is_compiling():
         # Read once for both heads: on an accelerator each reading waits for the work queued so far.
         target = ScoredTokens.start(target, options.ignore_index)
     if isinstance(target, ScoredTokens):
-        target.check_range(weight.shape[0] if reference.weight is None else min(len(weight), len(reference.weight)))
-    return fused_linear_loss(
-        loss,
-        hidden,
-        weight,
-        target,
-        bias,
-        inputs={**(inputs or {}), **reference.inputs(target, options)},
-        strategy=options.strategy,
-        max_units=options.max_units,
-        **options.policy(),
-    )
+        target.check_range(len(weight), target_name)
+        reference.check_range(target, len(weight), names[1])
+    inputs = {**(inputs or {}), **reference.inputs(target, options)}
+    try:
+        return fused_linear_loss(
+            loss,
+            hidden,
+            weight,
+            target,
+            bias,
+            inputs=inputs,
+            strategy=options.strategy,
+            max_units=options.max_units,
+            **options.policy(),
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, dict(zip((*NAMES, "target"), (*names, target_name), strict=True))) from None
 
 
 def check_rows(target: Tensor | ScoredTokens, expected: str) -> int:

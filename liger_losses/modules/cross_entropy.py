@@ -221,6 +221,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
         options = self.options.policy()
         if temperature is not None:
+            check_whole("temperature", temperature)
             if isinstance(temperature, Tensor) and temperature.shape != target.shape:
                 raise ValueError(f"temperature: got shape {list(temperature.shape)}, expected {list(target.shape)}")
             options["temperature"] = temperature.reshape(rows.shape) if isinstance(temperature, Tensor) else temperature
@@ -365,7 +366,7 @@ class LigerFusedLinearBCELoss(torch.nn.Module):
         if not isinstance(positives, Tensor) or positives.dim() != 2:
             seen = list(positives.shape) if isinstance(positives, Tensor) else type(positives).__name__
             raise ValueError(f"positives: got {seen}, expected a tensor [rows, labels]")
-        check_head_as(_HEAD, _input, lin_weight, bias, positives.shape[:1])
+        check_head_as(_HEAD, _input, lin_weight, bias, positives.shape[:1], "positives")
         if row_weights is not None:
             check_float_tensor("row_weights", row_weights, (len(positives),))
         # Every row is scored, also one without a positive.

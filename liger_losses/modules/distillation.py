@@ -10,13 +10,16 @@ from torch import Tensor
 from .._checks import check_choice, check_flag, check_number, check_temperature, check_weights
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher, teacher_transform
-from ..chunked.tokens import check_target
+from ..chunked.tokens import check_integer
 from ..kernels import LogitTransform
-from .base import CallOptions, check_accumulator, check_chunk_size, check_chunk_strategy, check_head_as
+from .base import CallOptions, check_accumulator, check_chunk_size, check_chunk_strategy, check_head_as, renamed
 from .engine_options import HeadOptions, with_head_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_STUDENT = ("student_input", "student_weight", "student_bias")
 
 
 class _Distillation(torch.nn.Module):
@@ -65,12 +68,9 @@ class _Distillation(torch.nn.Module):
             labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
         elif not isinstance(labels, (Tensor, ScoredTokens)):
             raise TypeError(f"{labels_name}: got {type(labels).__name__}, expected a torch.Tensor")
-        try:
-            if isinstance(labels, Tensor):
-                check_target(labels)
-            check_head_as(("student_input", "student_weight", "student_bias"), hidden, weight, bias, labels.shape)
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace("target", labels_name)) from None
+        if isinstance(labels, Tensor):
+            check_integer(labels_name, labels)
+        check_head_as(_STUDENT, hidden, weight, bias, labels.shape, labels_name)
         second = Teacher(
             self.divergence,
             teacher.get("teacher_hidden"),
@@ -83,29 +83,29 @@ class _Distillation(torch.nn.Module):
         if second.logits is not None and second.logits.shape[-1] != len(weight):
             raise ValueError(f"target: got shape {tuple(second.logits.shape)}, expected {len(weight)} columns, the "
                              "student's vocabulary")  # fmt: skip
-        options = self.options
-        return fused_linear_distillation(
-            hidden,
-            weight,
-            labels,
-            bias,
-            **teacher,
-            divergence=self.divergence,
-            report=report,
-            reduction=reduction,
-            num_items_in_batch=num_items_in_batch,
-            token_weights=token_weights,
-            ignore_index=options.ignore_index,
-            softcap=options.softcap,
-            logit_scale=options.logit_scale,
-            teacher_softcap=self.teacher_softcap,
-            teacher_logit_scale=self.teacher_logit_scale,
-            memory_budget=options.memory_budget,
-            logits_dtype=options.logits_dtype,
-            strategy=options.strategy,
-            active_vocab=options.active_vocab,
-            max_units=self.max_units,
-        )
+        engine = {name: value for name, value in self.options.policy().items() if name != "temperature"}
+        try:
+            return fused_linear_distillation(
+                hidden,
+                weight,
+                labels,
+                bias,
+                **teacher,
+                divergence=self.divergence,
+                report=report,
+                reduction=reduction,
+                num_items_in_batch=num_items_in_batch,
+                token_weights=token_weights,
+                teacher_softcap=self.teacher_softcap,
+                teacher_logit_scale=self.teacher_logit_scale,
+                strategy=self.options.strategy,
+                max_units=self.max_units,
+                **engine,
+            )
+        except (TypeError, ValueError) as error:
+            callers = {taken: name for name, taken in known.items()}
+            callers |= {"student_hidden": "student_input", "target": labels_name}
+            raise renamed(error, callers) from None
 
     def extra_repr(self) -> str:
         return f"{self.divergence}, {self.options}"

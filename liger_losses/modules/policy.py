@@ -227,6 +227,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             ),
             use_ref_model=self.use_ref_model,
             inputs=inputs,
+            target_name="selected_token_ids",
         )
         if self._reports_kl and not self.use_ref_model:
             metrics["kl"] = torch.zeros_like(metrics["clip_ratio"])
