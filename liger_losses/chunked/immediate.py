@@ -150,7 +150,7 @@ class ImmediateFunction(torch.autograd.Function):
         groups = group_units(
             walk.scored.row_counts, call.loss.separability, walk.plan.tile_rows, problem.max_units, problem.unit_rows
         )
-        if walk.plan.whole_cache:
+        if walk.plan.whole_cache and call.loss.separability == "token":
             groups = _decided_early(groups, walk.plan.logit_rows)
         for group, following in zip(groups, [*groups[1:], None], strict=True):
             first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
