@@ -28,9 +28,9 @@ def _scaled_cast_kernel(
     if TAILS:
         which = tl.load(which_ptr + row)
         own = sums_ptr + tl.maximum(which, 0).to(tl.int64) * width + offsets
-        values += tl.load(sizes_ptr + row, mask=which >= 0, other=0.0) * tl.load(
-            own, mask=mask & (which >= 0), other=0.0
-        )
+        n_held = aligned_size(tl.where(which >= 0, width, 0), ALIGNED)
+        size = tl.where(which >= 0, tl.load(sizes_ptr + row), 0.0)
+        values += size * tl.load(own, mask=offsets < n_held, other=0.0)
     tl.store(out_ptr + row * width + offsets, (values * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
