@@ -16,7 +16,7 @@ from ..kernels import (
     matmul,
     tile_gradient,
 )
-from .active import TileGradient
+from .active import TileGradient, unweighed
 from .head import Precision
 from .head_tensors import logit_coefficients
 from .hidden_gradient import HiddenSums, finish_hidden_gradient
@@ -110,8 +110,9 @@ def forward(
         walk.project(tokens, part, emit, entries)
         if entries is None:
             continue
-        gradient = TileGradient(entries)
-        if not exact:
+        if exact:
+            gradient = TileGradient(entries) if walk.active is None else unweighed(entries)
+        else:
             weighed = walk.weigh(entries, tokens, part.gradient_scale, following)
             if following is None:
                 # All that does not depend on the columns, before waiting for their number.

@@ -7,6 +7,7 @@ through the teacher's zeros sends no gradient back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -124,17 +125,22 @@ def _alpha(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
     if abs(alpha - 1) < 1e-6:
         return _forward_kl(log_s, log_t, numbers)
     # alpha t + (1 - alpha) s - t^alpha s^(1 - alpha), relative to the larger of t and s: no difference of near-equal
-    # sums, and no exponent that overflows.
+    # sums. Where a power of their ratio would overflow, which the product with a small probability need not, as it is.
     u = log_ratio(log_s, log_t)
     infinite = ((u == torch.inf) & (log_s.exp() > 0)) if alpha < 0 else ((u == -torch.inf) & (log_t.exp() > 0))
     if not 0 < alpha < 1:
         u = u.masked_fill(infinite, 0)
+    far = torch.maximum((1 - alpha) * u.clamp(max=0), -alpha * u.clamp(min=0)) > math.log(torch.finfo(u.dtype).max) / 2
+    u = u.masked_fill(far, 0)
     below, above = u.clamp(max=0), u.clamp(min=0)
     terms = torch.where(
         u <= 0,
         probability_times(log_t, (1 - alpha) * torch.expm1(below) - torch.expm1((1 - alpha) * below)),
         probability_times(log_s, alpha * torch.expm1(-above) - torch.expm1(-alpha * above)),
     )
+    log_s, log_t = log_s.masked_fill(~far, 0), log_t.masked_fill(~far, 0)
+    power = torch.exp(alpha * log_t + (1 - alpha) * log_s)
+    terms = torch.where(far, alpha * log_t.exp() + (1 - alpha) * log_s.exp() - power, terms)
     value = terms.sum(-1) / (alpha * (1 - alpha))
     return value if 0 < alpha < 1 else _with_infinite(value, infinite.any(-1))
 

@@ -409,6 +409,7 @@ def test_flat_logits_of_single_tokens_are_kept(
         loss = fused_linear_loss(ToyLoss("token"), *case.head, strategy="immediate", active_vocab="auto")[0]
     got = gradients(2 * loss, case)
     assert report.whole_tiles == report.tiles
+    assert len(report.dropped) == int((case.target != IGNORE).sum())
     assert (report.tiles > 2) == (rows == 128)
     one = 2.0 * int((case.target != IGNORE).sum()) * case.weight.numel()
     assert 3 <= counted_flops() / one < 3.1  # and the last tile's tail, begun in vain
@@ -508,8 +509,12 @@ def test_what_is_kept_until_backward(
         monkeypatch.setattr(active, "CROSSOVER", 0.0)
     case, kept = peaked(3, 200), []
     sent = upstream(case, ONE)["logprob"]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        record_active_vocabulary() as report,
+    ):
         value = (linear_logprobs(*case.head, strategy="cached", active_vocab=1e-6) * sent).sum()
+    assert len(report.dropped) == int((case.target != IGNORE).sum())  # every tile, weighed or not
     got = gradients(value, case)
     one = 2.0 * int((case.target != IGNORE).sum()) * case.weight.numel()
     products = counted_flops() / one

@@ -87,6 +87,21 @@ def test_kinds_of_logits() -> None:
     torch.testing.assert_close(divergence(student, teacher, kind="mse", temperature=2.0), squares)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "student", "teacher"),
+    [(3.0, -130.0, -85.0), (4.0, -100.0, -70.0), (2.0, -110.0, -20.0), (-2.0, -55.0, -100.0), (1.5, -200.0, -60.0)],
+)
+def test_alpha_where_a_power_of_the_ratio_overflows(alpha: float, student: float, teacher: float) -> None:
+    """In fp32, where the product with the small probability does not."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        s = torch.tensor([[0.0, student, -1.0]], dtype=dtype, requires_grad=True)
+        value = divergence(s, torch.tensor([[0.0, teacher, -2.0]], dtype=dtype), kind="alpha", alpha=alpha)
+        found.append((value, torch.autograd.grad(value.sum(), s)[0]))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-6)
+
+
 def test_a_cosine_without_direction() -> None:
     student, teacher = (values.detach().clone() for values in logits())
     student[0], teacher[1], student[2], teacher[2] = 0, 0, 0, 0
