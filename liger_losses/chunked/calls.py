@@ -180,9 +180,9 @@ def run_loss(
         raise TypeError(f"max_units: got {max_units!r}, expected an int")
     if max_units is not None and max_units < 1:
         raise ValueError(f"max_units: got {max_units}, expected >= 1")
-    call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype, head)
-    if hidden.dim() != 3:
+    if isinstance(hidden, Tensor) and hidden.dim() != 3:
         raise ValueError(f"{head[0]}: got shape {tuple(hidden.shape)}, expected [R, T, H]")
+    call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype, head)
     if max_units is not None and strategy not in ("auto", "immediate"):
         raise ValueError(
             f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "
