@@ -31,10 +31,16 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--loss", type=str.lower, choices=list(WORKLOADS), default="dpo", help="default: %(default)s")
     plan.add_argument("--teacher", metavar="MODEL", help="of jsd and fkl: a model with the same vocabulary")
     plan.add_argument(
-        "--batch", type=integer("--batch", 1, MOST_EXAMPLES), default=8, help="examples a step (or pairs)"
+        "--batch", type=integer("--batch", 1, MOST_EXAMPLES), default=8,
+        help="examples a step, or pairs (default: %(default)s)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--length", type=integer("--length", 1, MOST_TOKENS), default=2048, help="tokens a row (default: %(default)s)"
     )
-    plan.add_argument("--length", type=integer("--length", 1, MOST_TOKENS), default=2048, help="tokens a row")
-    plan.add_argument("--prompt", type=share("--prompt"), default=0.25, help="share of each row that is not scored")
+    plan.add_argument(
+        "--prompt", type=share("--prompt"), default=0.25,
+        help="share of each row that is not scored (default: %(default)s)",
+    )  # fmt: skip
     plan.add_argument("--gpu", type=str.lower, choices=gpu_names(), default="h200", help="default: %(default)s")
     plan.add_argument("--frozen", action="store_true", help="the head needs no gradient (LoRA elsewhere)")
     plan.add_argument("--logits-dtype", type=str.lower, choices=("float32", "input"), default="float32")

@@ -56,7 +56,7 @@ def bars(
         )
     if floor is not None:
         axes.axvline(floor, color=BAD, lw=1, ls=(0, (4, 3)))
-        unit += "  (dashed: the matrix products alone)"
+        unit += "  (dashed: the matrix products of the exact gradient alone)"
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.xaxis.set_major_locator(pyplot().MaxNLocator(5))
     axes.set_xlim(0, 1.18 * max(values.values(), default=1.0))

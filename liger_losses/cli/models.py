@@ -134,7 +134,8 @@ def find_head(model: str) -> Head:
 def _find_head(model: str, path: Path) -> Head:
     if path.is_file() or (path / "config.json").is_file():
         path = path if path.is_file() else path / "config.json"
-        return from_config(path.resolve().parent.name or path.name, _read(path), where=str(path))
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return from_config(name or path.name, _read(path), where=str(path))
     for name, head in known_models().items():
         if model.lower() in (name.lower(), name.rpartition("/")[2].lower()):
             return head

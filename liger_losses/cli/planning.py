@@ -141,7 +141,8 @@ def _record(
 
 
 def _title(head: Head, gpu: Gpu, step: Step, options: argparse.Namespace) -> str:
-    what = f"{options.loss}, {options.batch} x {step.workload.rows * step.length:,} tokens, {step.scored:,} scored"
+    rows = f"{options.batch} pairs, 2 x" if step.workload.rows == 2 else f"{options.batch} x"
+    what = f"{options.loss}, {rows} {step.length:,} tokens, {step.scored:,} scored"
     return f"{head.name}: {what}, on {gpu.name}"
 
 
@@ -236,8 +237,8 @@ def _notes(
     if fits:
         none = "; none: not even one example, or one token" * any(0 in pair for pair in fits.values())
         notes.append(
-            f"largest: {options.memory} for hidden states, their gradient and the workspace; the head is the "
-            f"model's{none}."
+            f"largest: {options.memory} for hidden states (a second model's, too), their gradient and the workspace of "
+            f"the least memory_budget; a length is a row's; the head is the model's{none}."
         )
     return notes
 
