@@ -102,6 +102,14 @@ def test_no_machine_path_in_git() -> None:
     assert not found, "\n".join(found)
 
 
+def test_nothing_else_lies_about() -> None:
+    """Scratch that was added by mistake shows at the top."""
+    known = {".ci", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
+             "Makefile", "README.md", "benchmarks", "constraints.txt", "docs", "examples", "liger_losses", "mkdocs.yml",
+             "pyproject.toml", "tests"}  # fmt: skip
+    assert {path.relative_to(ROOT).parts[0] for path in _tracked_files()} <= known
+
+
 def test_library_files_are_short() -> None:
     sizes = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
     assert sizes
