@@ -160,7 +160,7 @@ class ImmediateFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.needs, ctx.shard = needs, walk.shard
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        of_hidden = HiddenSums(hidden) if product is None else product.sums()
+        of_hidden = HiddenSums(hidden.new_empty(0)) if product is None else product.sums()
         ctx.save_for_backward(factor, *of_hidden, *total.tensors(hidden.device))
         metrics = tiles.metrics()
         extra = [*metrics.values(), *tiles.reported()]

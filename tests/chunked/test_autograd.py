@@ -152,6 +152,15 @@ def test_only_what_is_asked_for_comes_back() -> None:
         assert case.bias.grad is None
 
 
+def test_hidden_states_without_a_gradient_are_not_held() -> None:
+    """Known gradients need them no more: whoever owns them may write over them before backward."""
+    case = make_case(trainable=("weight",))
+    loss = fused_linear_loss(ToyLoss("pair"), *case.head, strategy="immediate")[0]
+    (before,) = torch.autograd.grad(loss, case.weight, retain_graph=True)
+    case.hidden.zero_()
+    assert torch.equal(torch.autograd.grad(loss, case.weight)[0], before)
+
+
 def test_an_unused_statistic_sends_nothing_back() -> None:
     case = make_case()
     values = linear_logprobs(*case.head, statistics=("logprob", "entropy", "lse"))
