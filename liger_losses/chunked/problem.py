@@ -104,8 +104,7 @@ class Problem:
     def summed_bytes(self) -> int:
         """This rank's part of the hidden gradient, as much of it as is summed over ranks at a time."""
         rows = min(self.positions, rows_summed(self.hidden_size))
-        wider = self.hidden_itemsize != self.statistics_bytes
-        return self.spread * self.hidden_grad * wider * rows * self.hidden_size * self.statistics_bytes
+        return self.spread * self.hidden_grad * rows * self.hidden_size * self.statistics_bytes
 
     def beside_logits(self, columns: int, itemsize: int) -> Problem:
         """With a second model's logits that exist: read where they lie, or gathered."""
