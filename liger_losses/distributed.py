@@ -17,7 +17,7 @@ from ._checks import check_float_tensor, is_dtensor
 from .chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from .chunked.cluster import ClusterPlan, Rates, plan_cluster
 from .chunked.loss import check_loss
-from .chunked.placements import TENSOR_PARALLEL, check_rows_of_head, group_bounds, mesh_name, shard_bounds
+from .chunked.placements import TENSOR_PARALLEL, check_rows_of_head, group_bounds, mesh_name, own_name, shard_bounds
 from .chunked.tokens import check_ignore_index, check_integer
 
 __all__ = [
@@ -209,8 +209,7 @@ def _check_same_ranks(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> Non
 
 def _dimension(mesh: DeviceMesh, dim: str) -> int:
     known = mesh.mesh_dim_names or ()
-    # Of what vocab_parallel returns, bounds may be part of the name.
-    names = [name.partition("[")[0] if name.startswith(f"{TENSOR_PARALLEL}[") else name for name in known]
+    names = [own_name(name) for name in known]
     if dim not in names:
         raise ValueError(f"dim: got {dim!r}, expected a dimension of the mesh, {known or 'which has no names'}")
     return names.index(dim)

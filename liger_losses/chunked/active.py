@@ -162,9 +162,13 @@ class Selection:
         extent = column_extent(gradient, scale)
         self._row_sums = extent.row_sums
         self._choice = choose_columns(extent, target, eps=rule.eps, share=DROPPED[gradient.dtype])
-        self.profile = self._choice.profile
         self._count = count
         count.send(self._choice.count)
+
+    @property
+    def profile(self) -> Tensor:
+        """`[V]` of the tail, should the tile not be multiplied whole."""
+        return self._choice.profile
 
     def gradient(self) -> TileGradient:
         """The tile's active columns, or all of them where there are many. Waits until the device has counted them."""

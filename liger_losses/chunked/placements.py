@@ -39,7 +39,7 @@ def tensor_parallel_dimension(tensor: Tensor) -> int | None:
         return None
     spread: Any = tensor
     names = spread.device_mesh.mesh_dim_names or ()
-    found = [index for index, name in enumerate(names) if name.partition("[")[0] == TENSOR_PARALLEL]
+    found = [index for index, name in enumerate(names) if own_name(name) == TENSOR_PARALLEL]
     return found[0] if found and spread.placements[found[0]].is_shard(0) else None
 
 
@@ -57,6 +57,11 @@ def mesh_name(bounds: tuple[int, ...]) -> str:
     where the DTensor goes.
     """
     return TENSOR_PARALLEL if bounds == chunked_bounds(len(bounds) - 1, bounds[-1]) else f"{TENSOR_PARALLEL}{[*bounds]}"
+
+
+def own_name(name: str) -> str:
+    """Of a mesh dimension, without the bounds that `mesh_name` may have made part of it."""
+    return TENSOR_PARALLEL if name.startswith(f"{TENSOR_PARALLEL}[") else name
 
 
 def check_bounds(bounds: tuple[int, ...], vocab_size: int, name: str = "weight") -> None:
@@ -78,7 +83,7 @@ def shard_bounds(name: str, weight: Any, dimension: int) -> tuple[int, ...]:
     """Where the shards of a DTensor spread along a mesh dimension begin, and where the last ends."""
     known = weight.device_mesh.mesh_dim_names[dimension]
     bounds = chunked_bounds(weight.device_mesh.size(dimension), weight.shape[0])
-    if known.startswith(f"{TENSOR_PARALLEL}["):
+    if known != own_name(known):
         bounds = tuple(map(int, known[len(TENSOR_PARALLEL) + 1 : -1].split(",")))
     check_bounds(bounds, weight.shape[0], name)
     return bounds
