@@ -6,7 +6,7 @@ matrix:
 
 - a number `eps`: the columns where some entry exceeds `eps` in size;
 - `"auto"`: all but the lightest columns, whose entries have a Frobenius norm of at most d = `DROPPED[dtype]` times
-  that of all entries of the tile, none of them being larger than 4 d times a row's norm (in quadratic mean);
+  that of all entries of the tile, and those of a single one at most 4 d times a row's norm (in quadratic mean);
 
 in either case with every row's target. The other columns, the *tail*, become one: row r's sum over them, `t_r`, spread
 as they are spread in the tile as a whole, `q_v = sum_r |G_rv| / sum`. So what a token's tail adds up to is kept, and so
@@ -159,7 +159,7 @@ class Selection:
         count: HostCount,
     ) -> None:
         self._gradient, self._scale = gradient, scale
-        extent = column_extent(gradient, scale)
+        extent = column_extent(gradient, scale, squares=rule.eps is None)
         self._row_sums = extent.row_sums
         self._choice = choose_columns(extent, target, eps=rule.eps, share=DROPPED[gradient.dtype])
         self._count = count

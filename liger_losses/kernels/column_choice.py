@@ -22,7 +22,7 @@ class ColumnChoice:
 
 
 def choose_columns(
-    extent: ColumnExtent,  # used up
+    extent: ColumnExtent,  # used up; of squares where `eps` is None
     target: Tensor | None,  # [n] columns that are active in any case; what is outside of [0, V) is no column
     *,
     eps: float | None,
@@ -30,7 +30,7 @@ def choose_columns(
 ) -> ColumnChoice:
     """Columns with an entry above `eps`, or, where that is None, all but the lightest.
 
-    Those together have a Frobenius norm of at most `share` times that of the tile, and none of them an entry above
+    Those together have a Frobenius norm of at most `share` times that of the tile, and none of them one above
     `4 share` times a row's norm (in quadratic mean). A column with NaN is active, and so are all that are not 0 where
     the norm is no number: it is to be seen.
     """
@@ -38,13 +38,14 @@ def choose_columns(
         from .column_choice_triton import choose_columns_triton
 
         return choose_columns_triton(extent, target, eps, share)
-    vocab = len(extent.total)
-    active = active_columns(eps, share, extent.largest, extent.squares, len(extent.row_sums))
+    weight, total, row_sums = extent
+    vocab = len(total)
+    active = active_columns(eps, share, weight, len(row_sums)) | total.isnan()
     if target is not None:
         inside = (target >= 0) & (target < vocab)
         chosen = torch.zeros(vocab + 1, dtype=torch.bool, device=active.device)
         active = active | chosen.index_fill_(0, torch.where(inside, target, vocab), True)[:vocab]
-    tail = extent.total.masked_fill(active, 0)
+    tail = total.masked_fill(active, 0)
     everything = tail.sum()
     return ColumnChoice(
         active,
@@ -55,19 +56,22 @@ def choose_columns(
 
 
 def cuts_of(vocab: int) -> int:
-    """Two cuts an octave, from what all columns together may not exceed to where a single column cannot, by their
-    squares: `2^(-i / 2)` of it."""
+    """Cuts, two an octave: from the first to where all columns together weigh no more than may be left out."""
     return 2 * max(1, vocab - 1).bit_length() + 1
 
 
-def active_columns(eps: float | None, share: float, largest: Tensor, squares: Tensor, rows: int) -> Tensor:
-    """`[V]` bool, without the targets."""
+def first_cut(rows: int) -> float:
+    """What a column may weigh at most, relative to what all that are left out may: 16 times its share of the rows."""
+    return min(1.0, 16 / max(rows, 1))
+
+
+def active_columns(eps: float | None, share: float, weight: Tensor, rows: int) -> Tensor:
+    """`[V]` bool, without the targets and what is NaN."""
     if eps is not None:
-        return (largest > eps) | squares.isnan()
-    everything = squares.sum()
+        return weight > eps
+    everything = weight.sum()
     allowed = share**2 * everything
-    steps = torch.arange(cuts_of(len(squares)), device=squares.device, dtype=squares.dtype)
-    cuts = allowed * torch.exp2(-steps / 2)
-    below = torch.where(squares <= cuts.unsqueeze(-1), squares, 0).sum(-1)
-    cut = torch.where((below <= allowed) & everything.isfinite(), cuts, 0).amax()
-    return ~(squares <= cut) | (largest > 4 * share * (everything / max(rows, 1)).sqrt())
+    steps = torch.arange(cuts_of(len(weight)), device=weight.device, dtype=weight.dtype)
+    cuts = allowed * first_cut(rows) * torch.exp2(-steps / 2)
+    below = torch.where(weight <= cuts.unsqueeze(-1), weight, 0).sum(-1)
+    return ~(weight <= torch.where((below <= allowed) & everything.isfinite(), cuts, 0).amax())

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .column_choice import ColumnChoice, cuts_of
+from .column_choice import ColumnChoice, cuts_of, first_cut
 from .column_extent import ColumnExtent
 from .launch_triton import launch
 from .rows_triton import cdiv
@@ -17,9 +17,9 @@ _CUTS = 64  # room for a vocabulary of 31 bits
 _PARTS = 64
 
 
-@triton.jit(do_not_specialize=["n_columns", "n_targets", "n_cuts", "share"])
+@triton.jit(do_not_specialize=["n_columns", "n_targets", "n_cuts", "share", "first"])
 def _below_kernel(
-    largest_ptr, squares_ptr, everything_ptr, target_ptr, below_ptr, n_columns, n_targets, n_cuts, share,
+    weight_ptr, total_ptr, everything_ptr, target_ptr, below_ptr, n_columns, n_targets, n_cuts, share, first,
     TARGETS: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # For each cut what the block's columns below it weigh; and a mark on the targets.
@@ -28,32 +28,32 @@ def _below_kernel(
     cuts = tl.arange(0, CUTS)
     below = tl.zeros((CUTS,), tl.float32)
     if n_cuts > 0:
-        squares = tl.load(squares_ptr + columns, mask=columns < n_columns, other=0.0)
-        allowed = tl.load(everything_ptr) * (share * share)
+        squares = tl.load(weight_ptr + columns, mask=columns < n_columns, other=0.0)
+        largest = tl.load(everything_ptr) * (share * share) * first
         for i in range(n_cuts):
-            cut = allowed * tl.exp2(i * -0.5)
+            cut = largest * tl.exp2(i * -0.5)
             below = tl.where(cuts == i, tl.sum(tl.where(squares <= cut, squares, 0.0), 0), below)
     tl.store(below_ptr + block * CUTS + cuts, below)
     if TARGETS:
         for start in range(block * BLOCK, n_targets, tl.num_programs(0) * BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             target = tl.load(target_ptr + offsets, mask=offsets < n_targets, other=-1)
-            # All that write an entry write the same.
-            mark = tl.full((BLOCK,), float("inf"), tl.float32)
-            tl.store(largest_ptr + target, mark, mask=(target >= 0) & (target < n_columns))
+            # All that write an entry write the same: a total that no column has.
+            mark = tl.full((BLOCK,), -1.0, tl.float32)
+            tl.store(total_ptr + target, mark, mask=(target >= 0) & (target < n_columns))
 
 
-@triton.jit(do_not_specialize=["n_columns", "n_rows", "n_cuts", "eps", "share"])
+@triton.jit(do_not_specialize=["n_columns", "n_cuts", "eps", "share", "first"])
 def _mark_kernel(
-    largest_ptr, total_ptr, squares_ptr, everything_ptr, below_ptr, active_ptr, counts_ptr, tails_ptr,
-    n_columns, n_rows, n_cuts, eps, share, AUTO: tl.constexpr, CUTS: tl.constexpr, PARTS: tl.constexpr,
+    weight_ptr, total_ptr, everything_ptr, below_ptr, active_ptr, counts_ptr, tails_ptr,
+    n_columns, n_cuts, eps, share, first, AUTO: tl.constexpr, CUTS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n_columns
-    largest = tl.load(largest_ptr + columns, mask=inside, other=0.0)
-    squares = tl.load(squares_ptr + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    total = tl.load(total_ptr + columns, mask=inside, other=0.0)
     if AUTO:
         cuts = tl.arange(0, CUTS)
         below = tl.zeros((CUTS,), tl.float32)
@@ -64,14 +64,12 @@ def _mark_kernel(
         everything = tl.load(everything_ptr)
         allowed = everything * (share * share)
         may = (cuts < n_cuts) & (below <= allowed) & (below + everything < float("inf"))
-        cut = tl.max(tl.where(may, allowed * tl.exp2(cuts * -0.5), 0.0), 0)
-        light = (squares <= cut) & ~(largest > 4 * share * tl.sqrt(everything / n_rows))
+        light = weight <= tl.max(tl.where(may, allowed * first * tl.exp2(cuts * -0.5), 0.0), 0)
     else:
-        light = (largest <= eps) & (squares == squares)
-    # A target is marked by an infinite entry, whatever it is compared with.
-    active = inside & ((largest == float("inf")) | ~light)
+        light = weight <= eps
+    # Neither a target, marked by a negative total, nor one with NaN is.
+    active = inside & ~(light & (total >= 0))
     tl.store(active_ptr + columns, active.to(tl.int8), mask=inside)
-    total = tl.load(total_ptr + columns, mask=inside, other=0.0)
     tl.store(counts_ptr + block, tl.sum(active.to(tl.int32), 0))
     tl.store(tails_ptr + block, tl.sum(tl.where(active, 0.0, total), 0))
 
@@ -104,8 +102,8 @@ def _compact_kernel(
 
 
 def choose_columns_triton(extent: ColumnExtent, target: Tensor | None, eps: float | None, share: float) -> ColumnChoice:
-    largest, total, squares, row_sums = extent
-    share = float(share)
+    weight, total, row_sums = extent
+    share, first = float(share), first_cut(len(row_sums))
     vocab = len(total)
     blocks = cdiv(vocab, _BLOCK)
     cuts = cuts_of(vocab) if eps is None else 0
@@ -114,18 +112,18 @@ def choose_columns_triton(extent: ColumnExtent, target: Tensor | None, eps: floa
     ints = torch.empty(vocab + blocks + 1, dtype=torch.int32, device=total.device)
     ids, counts, count = ints[:vocab], ints[vocab : vocab + blocks], ints[-1]
     active = torch.empty(vocab, dtype=torch.int8, device=total.device)
-    everything = squares.sum() if eps is None else squares
+    everything = weight.sum() if eps is None else weight
     if eps is None or target is not None:
         launch(
             _below_kernel, blocks,
-            (largest, squares, everything, squares if target is None else target, below, vocab,
-             0 if target is None else len(target), cuts, share),
+            (weight, total, everything, weight if target is None else target, below, vocab,
+             0 if target is None else len(target), cuts, share, first),
             4, TARGETS=target is not None, CUTS=_CUTS, BLOCK=_BLOCK,
         )  # fmt: skip
     launch(
         _mark_kernel, blocks,
-        (largest, total, squares, everything, below, active, counts, tails, vocab, len(row_sums), cuts,
-         0.0 if eps is None else eps, share),
+        (weight, total, everything, below, active, counts, tails, vocab, cuts, 0.0 if eps is None else eps, share,
+         first),
         4, AUTO=eps is None, CUTS=_CUTS, PARTS=_PARTS, BLOCK=_BLOCK,
     )  # fmt: skip
     launch(

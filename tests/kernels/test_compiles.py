@@ -323,7 +323,7 @@ def test_active_vocabulary_kernels(
     tile, ids = rows(kind, aligned=aligned), torch.arange(3, dtype=torch.int32)
     width = 2048 if aligned else 2047
     weight, out, sums, part = (torch.zeros(9, width, dtype=t) for t in (kind, kind, F32, F32))
-    weighed = column_extent_triton.column_extent_triton(tile, scale)
+    weighed = column_extent_triton.column_extent_triton(tile, scale, squares=aligned)
     column_choice_triton.choose_columns_triton(weighed, TARGET, None if aligned else 0.1, 0.1)
     active_columns_triton.gather_columns_triton(tile, ids, VECTOR, torch.zeros(ROWS, 8, dtype=kind))
     active_columns_triton.gather_rows_triton(weight, ids, out)
@@ -337,10 +337,13 @@ def test_active_vocabulary_kernels(
     assert not aligned or gathered.vector("st") == added.vector("st") == 16
 
 
+@pytest.mark.parametrize(("name", "tails"), [("few", 3), ("few", 8), ("many", 9)])
 @pytest.mark.parametrize(("dtype", "some"), [(BF16, True), (F16, True), (F32, False)], ids=str)
-def test_tailed_cast_kernel(compiler: Callable[[Any, str], Launch], dtype: torch.dtype, some: bool) -> None:
-    launch = compiler(tailed_cast_triton, "_tailed_cast_kernel")
-    total, profiles, sums = (torch.zeros(size) for size in ((ROWS, 1024), (3, ROWS), (3, 1024)))
+def test_tailed_cast_kernels(
+    compiler: Callable[[Any, str], Launch], dtype: torch.dtype, some: bool, name: str, tails: int
+) -> None:
+    launch = compiler(tailed_cast_triton, f"_{name}_tails_kernel")
+    total, profiles, sums = (torch.zeros(size) for size in ((ROWS, 1024), (tails, ROWS), (tails, 1024)))
     written = torch.zeros(ROWS, dtype=torch.bool) if some else None
     tailed_cast_triton.tailed_cast_triton(total, written, profiles, sums, VECTOR[0], total.to(dtype))
     assert launch.vector("ld") == 16
