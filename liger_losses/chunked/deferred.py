@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,10 +119,11 @@ def forward(
                 # All that does not depend on the columns, before waiting for their number.
                 found = at_all()
                 if hidden is not None:
+                    walk.catch_up()
                     hidden.expect(weighed.profile)
             gradient = weighed.gradient()
         if hidden is not None:
-            hidden.add(gradient, ranges)
+            walk.later(gradient, partial(hidden.add, gradient, ranges))
         if exact or active is None or not keep_gradient:
             continue
         if start == 0 and gradient.columns is None and plan.whole_cache:
@@ -131,6 +133,7 @@ def forward(
             continue
         active.append(gradient.kept(room))
         room -= 0 if active[-1] is None else active[-1].entries.nbytes
+    walk.catch_up()
     if not emit:
         walk.merge(state)
     return (

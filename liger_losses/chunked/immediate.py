@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation
-from .active import TileGradient
+from .active import TileGradient, Weighed
 from .hidden_gradient import HiddenGradient, HiddenSums, finish_hidden_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tile import Coefficients
@@ -154,19 +156,24 @@ class ImmediateFunction(torch.autograd.Function):
             groups = _decided_early(groups, walk.plan.logit_rows)
         for group, following in zip(groups, [*groups[1:], None], strict=True):
             first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
-            coefficients = _group(walk, group, tiles, product, total, first)
+            one = _Group(walk, group, tiles, product, total, first)
+            coefficients = one.evaluate()
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
+            if following is None:
+                # What there is to do before the host waits for the last tile's columns.
+                value, metrics = tiles.value(), tiles.metrics()
+            one.add_gradients(coefficients)
+        walk.catch_up()
         remember_implementation(ctx)
         ctx.set_materialize_grads(False)
         ctx.needs, ctx.shard = needs, walk.shard
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         of_hidden = HiddenSums(hidden.new_empty(0)) if product is None else product.sums()
         ctx.save_for_backward(factor, *of_hidden, *total.tensors(hidden.device))
-        metrics = tiles.metrics()
         extra = [*metrics.values(), *tiles.reported()]
         ctx.mark_non_differentiable(*extra)
         call.names.extend(metrics)
-        return (tiles.value(), *extra)
+        return (value, *extra)
 
     @staticmethod
     @differentiable_once
@@ -190,68 +197,89 @@ def _decided_early(groups: list[UnitGroup], rows: int) -> list[UnitGroup]:
     return [UnitGroup((), ((a, b),)) for a, b in ((start, start + rows), (start + rows, stop))] + groups[1:]
 
 
-def _group(
-    walk: TileWalk,
-    group: UnitGroup,
-    tiles: LossTiles,
-    product: HiddenGradient | None,
-    total: WeightGradient,
-    following: Ranges | None,  # the first tile of the next group
-) -> Coefficients:
-    """Walk one group of units: a single resident tile, or several of which all but the last are projected twice.
+class _Group:
+    """A walk over one group of units: a single resident tile, or several of which all but the last are projected twice.
 
     Of those, the ones of which only the active columns are multiplied keep them, and are not projected again.
     """
-    pieces = split_ranges(group.tokens, walk.plan.tile_rows)
-    sizes = [sum(stop - start for start, stop in piece) for piece in pieces]
-    state = walk.state(group.count, tiles.names)
-    buffer = total.buffer(max(sizes))
-    if buffer is None:
-        buffer = walk.buffer(max(sizes), walk.precision.compute)
-    emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
-    done, room, late = 0, walk.plan.cache_bytes, None
-    parts: list[tuple[Ranges, slice, State, TileGradient | None]] = []
-    for piece, size, after in zip(pieces, sizes, [*pieces[1:], None], strict=True):
-        part, tile, gradient = state.narrow(done, size), walk.tile(piece), None
-        walk.project(tile, part, emit, buffer[:size])
-        if tiles.only_logprob:
-            again = after is None and any(earlier is None for *_, earlier in parts)
-            weighed = walk.weigh(
-                buffer[:size], tile, part.gradient_scale, None if again else following if after is None else after
-            )
-            if after is None and walk.choosing:
-                late = weighed
-            else:
-                gradient = weighed.gradient()
-                if product is not None:
-                    product.add(gradient, piece)
-            if after is not None and gradient is not None:
-                gradient = gradient.kept(room)
-                room -= 0 if gradient is None else gradient.entries.nbytes
-        parts.append((piece, slice(done, done + size), part, gradient))
-        done += size
 
-    coefficients = tiles.evaluate(group, walk.statistics(state))
-    if tiles.only_logprob:
-        coefficients = Coefficients(coefficients.factor * state.gradient_scale)
-    if late is not None:
-        # While the host evaluated the loss, the device counted the columns and went on to the next tile.
-        if product is not None and following is None:
-            product.expect(late.profile)
-        (piece, rows, part, _), gradient = parts.pop(), late.gradient()
-        parts.append((piece, rows, part, gradient))
-        if product is not None:
-            product.add(gradient, piece)
-    befores = [part[0] for part in parts[:-1]]
-    for (piece, rows, part, gradient), before in zip(reversed(parts), [*reversed(befores), following], strict=True):
-        entries, tile = buffer[: rows.stop - rows.start], walk.tile(piece)
-        if rows.stop != group.count and gradient is None:
-            walk.project_again(tile, part.lse.view(-1, entries.shape[0]), emit, entries)
-        if not tiles.only_logprob:
-            assert isinstance(part, RowState)
-            walk.combine(entries, tile, part, coefficients.rows(rows))
-            gradient = walk.gradient(entries, tile, following=before)
-            if product is not None:
-                product.add(gradient, piece)
-        total.add(TileGradient(entries) if gradient is None else gradient, tile.hidden, coefficients.factor[rows])
-    return coefficients
+    def __init__(
+        self,
+        walk: TileWalk,
+        group: UnitGroup,
+        tiles: LossTiles,
+        product: HiddenGradient | None,
+        total: WeightGradient,
+        following: Ranges | None,  # the first tile of the next group
+    ) -> None:
+        self._walk, self._group, self._tiles = walk, group, tiles
+        self._product, self._total, self._following = product, total, following
+        self._pieces = split_ranges(group.tokens, walk.plan.tile_rows)
+        sizes = [sum(stop - start for start, stop in piece) for piece in self._pieces]
+        stops = list(itertools.accumulate(sizes))
+        self._rows = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        self._state = walk.state(group.count, tiles.names)
+        buffer = total.buffer(max(sizes))
+        self._buffer = walk.buffer(max(sizes), walk.precision.compute) if buffer is None else buffer
+        self._emit = Emit.GRADIENT if tiles.only_logprob else Emit.PROBABILITY
+        self._kept: list[TileGradient | None] = [None] * len(sizes)  # of each tile, where its `G` is still known
+        self._late: Weighed | None = None  # the last tile, its columns not counted yet
+
+    def _part(self, rows: slice) -> State:
+        return self._state.narrow(rows.start, rows.stop - rows.start)
+
+    def _entries(self, rows: slice) -> Tensor:
+        return self._buffer[: rows.stop - rows.start]
+
+    def evaluate(self) -> Coefficients:
+        """Statistics of all tiles, the loss, and the coefficients of its tokens."""
+        walk, tiles = self._walk, self._tiles
+        room = walk.plan.cache_bytes
+        for i, (piece, rows) in enumerate(zip(self._pieces, self._rows, strict=True)):
+            part, tile, entries = self._part(rows), walk.tile(piece), self._entries(rows)
+            walk.project(tile, part, self._emit, entries)
+            if not tiles.only_logprob:
+                continue
+            last = i == len(self._pieces) - 1
+            again = last and any(earlier is None for earlier in self._kept[:-1])
+            after = self._following if last else self._pieces[i + 1]
+            weighed = walk.weigh(entries, tile, part.gradient_scale, None if again else after)
+            if last and walk.choosing:
+                self._late = weighed
+                continue
+            gradient = weighed.gradient()
+            self._add_to_hidden(gradient, piece)
+            kept = self._kept[i] = gradient if last else gradient.kept(room)
+            room -= 0 if kept is None else gradient.entries.nbytes
+        coefficients = tiles.evaluate(self._group, walk.statistics(self._state))
+        if tiles.only_logprob:
+            coefficients = Coefficients(coefficients.factor * self._state.gradient_scale)
+        return coefficients
+
+    def add_gradients(self, coefficients: Coefficients) -> None:
+        """All tiles' products, the last tile first: it is resident."""
+        walk, tiles = self._walk, self._tiles
+        if self._late is not None:
+            # While the host evaluated the loss, the device counted the columns and went on to the next tile.
+            if self._product is not None and self._following is None:
+                walk.catch_up()
+                self._product.expect(self._late.profile)
+            last = self._kept[-1] = self._late.gradient()
+            self._add_to_hidden(last, self._pieces[-1])
+        order = range(len(self._pieces) - 1, -1, -1)
+        for i in order:
+            piece, rows, gradient = self._pieces[i], self._rows[i], self._kept[i]
+            part, entries, tile = self._part(rows), self._entries(rows), walk.tile(piece)
+            if i != order[0] and gradient is None:
+                walk.project_again(tile, part.lse.view(-1, entries.shape[0]), self._emit, entries)
+            if not tiles.only_logprob:
+                assert isinstance(part, RowState)
+                walk.combine(entries, tile, part, coefficients.rows(rows))
+                gradient = walk.gradient(entries, tile, following=self._pieces[i - 1] if i else self._following)
+                self._add_to_hidden(gradient, piece)
+            found, factor = TileGradient(entries) if gradient is None else gradient, coefficients.factor[rows]
+            walk.later(found, partial(self._total.add, found, tile.hidden, factor))
+
+    def _add_to_hidden(self, gradient: TileGradient, piece: Ranges) -> None:
+        if self._product is not None:
+            self._walk.later(gradient, partial(self._product.add, gradient, piece))

@@ -81,11 +81,12 @@ class Problem:
     def compaction_bytes(self, rows: int) -> int:
         """What an active vocabulary adds to tiles of so many rows, at most: the columns of one, what they are
         multiplied with, a product in fp32, the sums that chose them, the hidden rows of the tile that is projected
-        meanwhile, and the profiles of all tails, with what becomes of them before their product with the weight."""
+        meanwhile and of the one before, whose products were left for later, and the profiles of all tails, with what
+        becomes of them before their product with the weight."""
         if not self.active:
             return 0
         panel = min(PANEL, self.vocab_size) * self.hidden_size * (self.compute_bytes + self.statistics_bytes)
-        product = rows * self.hidden_size * (self.statistics_bytes + self.compute_bytes)
+        product = rows * self.hidden_size * (self.statistics_bytes + 2 * self.compute_bytes)
         cuts = 2 * self.vocab_size.bit_length() + 8
         profiles = -(-self.tokens // max(rows, 1)) * self.vocab_size * 3 * self.statistics_bytes
         return self.active_bytes(rows, CROSSOVER) + panel + product + cuts * self.vocab_size * 5 + profiles

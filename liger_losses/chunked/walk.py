@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -66,6 +66,8 @@ class TileWalk:
         self._count = HostCount()  # of a tile's active columns
         self._flat = False  # a tile had too many active columns: those that follow will have, too
         self._ahead: TokenTile | None = None  # whose first logits are in the buffer already
+        self._left: TileGradient | None = None  # a tile whose products were left for later
+        self._behind: list[Callable[[], None]] = []  # those
         self._teacher_ahead: tuple[Ranges, TeacherTile] | None = None
         self.shard = shard
         self.first_column = 0 if shard is None else shard.first
@@ -323,6 +325,7 @@ class TileWalk:
             self.project_ahead(following)
 
         def chosen() -> TileGradient:
+            self.catch_up()
             found = selection.gradient()
             self._flat = found.columns is None
             return found
@@ -334,6 +337,27 @@ class TileWalk:
     ) -> TileGradient:
         """`weigh`, and wait."""
         return self.weigh(entries, tile, scale, following).gradient()
+
+    def later(self, gradient: TileGradient, work: Callable[[], None]) -> None:
+        """Products with a tile's `gradient`, in the order in which they are asked for.
+
+        Those of active columns are begun when the next tile's are being counted, or asked for: what is queued then
+        keeps the device busy until the host knows their number, and at the end of a walk until it is asked for
+        gradients. A tile that is multiplied whole cannot wait: the next one is written over it.
+        """
+        if gradient is not self._left:
+            self.catch_up()
+        if gradient.columns is None:
+            work()
+        else:
+            self._left = gradient
+            self._behind.append(work)
+
+    def catch_up(self) -> None:
+        """Begin what was left for later."""
+        behind, self._behind, self._left = self._behind, [], None
+        for work in behind:
+            work()
 
     def hidden_gradient(self) -> HiddenGradient:
         """Of every position, to be added to."""

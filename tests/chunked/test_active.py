@@ -21,7 +21,9 @@ from liger_losses import (
     record_active_vocabulary,
 )
 from liger_losses.chunked import Plan, active, calls, planner, walk
-from liger_losses.chunked.active import DROPPED
+from liger_losses.chunked.active import DROPPED, HostCount
+from liger_losses.chunked.hidden_gradient import HiddenGradient
+from liger_losses.chunked.weight_gradient import WeightGradient
 from liger_losses.kernels import column_choice, gather_columns
 
 from ..oracle import (
@@ -371,6 +373,36 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(calls, "make_plan", changed)
 
     return change
+
+
+@pytest.mark.usefixtures("never_whole")
+@pytest.mark.parametrize("separability", ["token", "sequence"])
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+def test_the_device_has_work_while_the_host_waits(
+    strategy: str, separability: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: Callable[..., None]
+) -> None:
+    """A tile's products are queued once the next one's columns are being counted, and before they are waited for."""
+    case = peaked(3, 400, dtype=F32)
+    if strategy == "frozen":
+        case.weight.requires_grad_(False)
+    done: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **more: (done.append(name), original(*args, **more))[1])
+
+    for owner, name in ((HostCount, "send"), (HostCount, "wait"), (HiddenGradient, "add"), (WeightGradient, "add")):
+        noted(owner, name)
+    # One tile to a unit of a sequence or less.
+    small_tiles(tile_rows=400, cache_bytes=1 << 30, whole_cache=False)
+    loss = fused_linear_loss(
+        ToyLoss(separability), *case.head, strategy=strategy, active_vocab=1e-5, memory_budget=1 << 30
+    )[0]
+    products = ["add", "add"] if strategy == "immediate" else ["add"]
+    tiles = done.count("send")
+    assert tiles > 2
+    assert done == ["send", "wait"] + (tiles - 1) * ["send", *products, "wait"] + products
+    assert loss.requires_grad
 
 
 @pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
