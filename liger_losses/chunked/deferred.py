@@ -20,7 +20,7 @@ from ..kernels import (
 from .active import TileGradient, unweighed
 from .head import Precision
 from .head_tensors import logit_coefficients
-from .hidden_gradient import HiddenSums, finish_hidden_gradient
+from .hidden_gradient import HiddenGradient, HiddenSums, finish_hidden_gradient
 from .parallel import VocabularyShard
 from .problem import Problem
 from .teacher import Teacher
@@ -71,7 +71,7 @@ def forward(
     names: tuple[str, ...],
     needs: tuple[bool, bool, bool],
     cache_rows: int,
-    active: list[TileGradient | None] | None = None,  # with an active vocabulary: receives what is kept of each tile
+    kept: list[TileGradient | None] | None = None,  # with an active vocabulary: receives what is kept of each tile
 ) -> tuple[list[Tensor], Tensor, Tensor, HiddenSums, Tensor]:
     """Statistics at every position (zero where not scored), `lse`, the row factor of `G`, `G W` and `G`.
 
@@ -80,67 +80,108 @@ def forward(
     count, plan = walk.scored.count, walk.plan
     keep_product = plan.strategy in ("cached", "frozen") and needs[0]
     keep_gradient = plan.strategy == "cached" and (needs[1] or needs[2])
-    emit = Emit.GRADIENT if keep_product or keep_gradient else Emit.NOTHING
     hidden = walk.hidden_gradient() if keep_product else None
-    cache = walk.buffer(cache_rows, walk.precision.compute) if keep_gradient and active is None else None
-    if cache is not None:
-        # While tracing the cache has room for every position; an operator's output is never left unwritten.
-        cache[count:].zero_()
-    tile = walk.buffer(min(plan.tile_rows, count), walk.precision.compute) if emit and cache is None else None
-    state = walk.state(count, names)
-    by_columns = not emit and 0 < plan.forward_columns < walk.vocab_size
-    if by_columns:
-        _fold_columns(walk, state)
-    at_positions = walk.scored.at_positions
-
-    def at_all() -> tuple[list[Tensor], Tensor, Tensor]:
-        compact = walk.statistics(state)
-        return (
-            [at_positions(compact[name]) for name in names],
-            at_positions(state.lse),
-            at_positions(state.gradient_scale),
-        )
-
-    exact, found = walk.active is None, None
-    tiles = [] if by_columns else tile_ranges(count, plan.tile_rows)
-    room = plan.cache_bytes
-    for ranges, following in zip(tiles, [*tiles[1:], None], strict=False):
-        start, stop = ranges[0]
-        entries = cache[start:stop] if cache is not None else None if tile is None else tile[: stop - start]
-        part, tokens = state.narrow(start, stop - start), walk.tile(ranges)
-        walk.project(tokens, part, emit, entries)
-        if entries is None:
-            continue
-        if exact:
-            gradient = TileGradient(entries) if walk.active is None else unweighed(entries)
+    state, cache = walk.state(count, names), None
+    results = _Results(walk, state, names)
+    tiles = tile_ranges(count, plan.tile_rows)
+    if not keep_product and not keep_gradient:
+        if 0 < plan.forward_columns < walk.vocab_size:
+            _fold_columns(walk, state)
         else:
-            weighed = walk.weigh(entries, tokens, part.gradient_scale, following)
-            if following is None:
-                # All that does not depend on the columns, before waiting for their number.
-                found = at_all()
-                if hidden is not None:
-                    walk.catch_up()
-                    hidden.expect(weighed.profile)
-            gradient = weighed.gradient()
-        if hidden is not None:
-            walk.later(gradient, partial(hidden.add, gradient, ranges))
-        if exact or active is None or not keep_gradient:
-            continue
-        if start == 0 and gradient.columns is None and plan.whole_cache:
-            # Logits this flat will not do with few columns: from here on as without an active vocabulary.
-            exact, cache, tile = True, walk.buffer(cache_rows, walk.precision.compute), None
-            cache[:stop] = entries
-            continue
-        active.append(gradient.kept(room))
-        room -= 0 if active[-1] is None else active[-1].entries.nbytes
-    walk.catch_up()
-    if not emit:
+            for ranges in tiles:
+                walk.project(walk.tile(ranges), state.narrow(*_place(ranges)), Emit.NOTHING, None)
         walk.merge(state)
+    elif kept is not None:
+        cache = _choose_columns(walk, state, tiles, hidden, kept if keep_gradient else None, cache_rows, results)
+        if cache is not None:
+            _multiply_whole(walk, state, tiles[1:], hidden, cache)
+    else:
+        if keep_gradient:
+            # While tracing the cache has room for every position; an operator's output is never left unwritten.
+            cache = walk.buffer(cache_rows, walk.precision.compute)
+            cache[count:].zero_()
+        _multiply_whole(walk, state, tiles, hidden, cache)
     return (
-        *(at_all() if found is None else found),
+        *results.at_positions(),
         HiddenSums(_nothing(walk)) if hidden is None else hidden.sums(),
         _nothing(walk) if cache is None else cache,
     )
+
+
+class _Results:
+    """What is known at every position once all tiles have been projected."""
+
+    def __init__(self, walk: TileWalk, state: State, names: tuple[str, ...]) -> None:
+        self._walk, self._state, self._names = walk, state, names
+        self._found: tuple[list[Tensor], Tensor, Tensor] | None = None
+
+    def at_positions(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Statistics, `lse` and the row factor of `G`. Found once, when first asked for."""
+        if self._found is None:
+            compact, place = self._walk.statistics(self._state), self._walk.scored.at_positions
+            values = [place(compact[name]) for name in self._names]
+            self._found = values, place(self._state.lse), place(self._state.gradient_scale)
+        return self._found
+
+
+def _place(ranges: Ranges) -> tuple[int, int]:
+    """First row and number of rows of a tile."""
+    ((start, stop),) = ranges
+    return start, stop - start
+
+
+def _multiply_whole(
+    walk: TileWalk, state: State, tiles: list[Ranges], hidden: HiddenGradient | None, cache: Tensor | None
+) -> None:
+    """All columns of every tile, and all of `G` into `cache` if there is one."""
+    if cache is None:
+        buffer = walk.buffer(min(walk.plan.tile_rows, walk.scored.count), walk.precision.compute)
+    for ranges in tiles:
+        start, rows = _place(ranges)
+        entries = buffer[:rows] if cache is None else cache[start : start + rows]
+        walk.project(walk.tile(ranges), state.narrow(start, rows), Emit.GRADIENT, entries)
+        gradient = TileGradient(entries) if walk.active is None else unweighed(entries)
+        if hidden is not None:
+            hidden.add(gradient, ranges)
+
+
+def _choose_columns(
+    walk: TileWalk,
+    state: State,
+    tiles: list[Ranges],
+    hidden: HiddenGradient | None,
+    kept: list[TileGradient | None] | None,  # receives what is kept of each tile; None: nothing is
+    cache_rows: int,
+    results: _Results,
+) -> Tensor | None:
+    """The active columns of every tile. If the first one was multiplied whole: the cache for all of `G`, begun."""
+    buffer = walk.buffer(min(walk.plan.tile_rows, walk.scored.count), walk.precision.compute)
+    room = walk.plan.cache_bytes
+    for ranges, following in zip(tiles, [*tiles[1:], None], strict=False):
+        start, rows = _place(ranges)
+        entries, part, tile = buffer[:rows], state.narrow(start, rows), walk.tile(ranges)
+        walk.project(tile, part, Emit.GRADIENT, entries)
+        weighed = walk.weigh(entries, tile, part.gradient_scale, following)
+        if following is None:
+            # All that does not depend on the columns, before waiting for their number.
+            results.at_positions()
+            if hidden is not None:
+                walk.catch_up()
+                hidden.expect(weighed.profile)
+        gradient = weighed.gradient()
+        if hidden is not None:
+            walk.later(gradient, partial(hidden.add, gradient, ranges))
+        if kept is None:
+            continue
+        if start == 0 and gradient.columns is None and walk.plan.whole_cache:
+            # Logits this flat will not do with few columns: from here on as without an active vocabulary.
+            cache = walk.buffer(cache_rows, walk.precision.compute)
+            cache[:rows] = entries
+            return cache
+        kept.append(gradient.kept(room))
+        room -= 0 if kept[-1] is None else kept[-1].entries.nbytes
+    walk.catch_up()
+    return None
 
 
 def _fold_columns(walk: TileWalk, state: State) -> None:
