@@ -163,6 +163,7 @@ class ImmediateFunction(torch.autograd.Function):
                 # What there is to do before the host waits for the last tile's columns.
                 value, metrics = tiles.value(), tiles.metrics()
             one.add_gradients(coefficients)
+            del one  # and its tile: the next group needs the room
         walk.catch_up()
         remember_implementation(ctx)
         ctx.set_materialize_grads(False)

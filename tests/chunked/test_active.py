@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -403,6 +404,29 @@ def test_the_device_has_work_while_the_host_waits(
     assert tiles > 2
     assert done == ["send", "wait"] + (tiles - 1) * ["send", *products, "wait"] + products
     assert loss.requires_grad
+
+
+@pytest.mark.parametrize("rule", [None, 1e-5])
+@pytest.mark.parametrize("separability", ["token", "sequence"])
+def test_one_gradient_tile_at_a_time(
+    rule: Any, separability: Any, monkeypatch: pytest.MonkeyPatch, small_tiles: Callable[..., None]
+) -> None:
+    """Beside the logits that are read: a group's tile is gone before the next group has one."""
+    case = peaked(3, 400, dtype=F32)
+    buffers: list[weakref.ref[Tensor]] = []
+    original = walk.TileWalk.buffer
+
+    def noted(self: walk.TileWalk, rows: int, dtype: torch.dtype) -> Tensor:
+        alive = sum(buffer() is not None for buffer in buffers)
+        assert alive <= 1
+        buffers.append(weakref.ref(made := original(self, rows, dtype)))
+        return made
+
+    monkeypatch.setattr(walk.TileWalk, "buffer", noted)
+    small_tiles(whole_cache=False)
+    options: dict[str, Any] = {"strategy": "immediate", "active_vocab": rule, "memory_budget": 1 << 30}
+    fused_linear_loss(ToyLoss(separability), *case.head, **options)
+    assert len(buffers) > 3
 
 
 @pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
