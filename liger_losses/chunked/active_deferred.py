@@ -52,9 +52,13 @@ class ActiveFunction(torch.autograd.Function):
             walk = call.walk(hidden, weight, bias, call.tensors)
             values, lse, scale, of_hidden, cache = forward(walk, call.names, call.needs, walk.scored.count, kept)
         tensors = [part for t in kept if t is not None for part in (t.entries, t.columns, t.profile)]
+        teacher = call.tensors.teacher
         if all(tile is not None for tile in kept):
             # No tile is projected again, and the teacher has said all it has to say.
             call = replace(call, tensors=replace(call.tensors, teacher=None))
+        else:
+            # Read through `call`; here so that autograd refuses what was written to in between.
+            tensors += [walk.scored.target, *(() if teacher is None else teacher.tensors)]
         ctx.call, ctx.kept = call, [tile is not None for tile in kept]
         remember_implementation(ctx)
         ctx.set_materialize_grads(False)
