@@ -312,9 +312,11 @@ def scored_count(
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients: got {gradients!r}, expected 'mean' or 'sum'")
+    check_ignore_index(ignore_index)
+    if isinstance(target, ScoredTokens):
+        target.check_ignored(ignore_index)
     labels = target.target if isinstance(target, ScoredTokens) else target
     check_integer("target", labels)
-    check_ignore_index(ignore_index)
     _check_member(group)
     count = (labels != ignore_index).sum().to(torch.float64)
     dist.all_reduce(count, group=group)

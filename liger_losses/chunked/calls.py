@@ -120,8 +120,7 @@ def prepare(
     """The checked head and targets of a call. Raises before any work, naming the argument; `head` are its tensors'."""
     check_ignore_index(ignore_index)
     if isinstance(target, ScoredTokens):
-        if target.ignore_index != ignore_index:
-            raise ValueError(f"ignore_index: got {ignore_index}, but target was read with {target.ignore_index}")
+        target.check_ignored(ignore_index)
     elif not isinstance(target, Tensor):
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
     else:

@@ -63,10 +63,6 @@ class ScoredTokens:
     def rows(self) -> int:
         return self._target.shape[0]
 
-    @property
-    def row_length(self) -> int:
-        return self._target.shape[1]
-
     def row_counts(self) -> list[int]:
         """Scored tokens of each row, on the host."""
         if self._event is not None:
@@ -74,6 +70,11 @@ class ScoredTokens:
             self._event = None
         counts: list[int] = self._counts.tolist()
         return counts
+
+    def check_ignored(self, ignore_index: int) -> None:
+        """Raise where a caller takes other targets for those that are not scored."""
+        if self.ignore_index != ignore_index:
+            raise ValueError(f"ignore_index: got {ignore_index}, but target was read with {self.ignore_index}")
 
     def check_range(self, vocab_size: int, name: str = "target") -> None:
         """Raise for a scored target outside `[0, vocab_size)`, where the targets can be read without waiting.

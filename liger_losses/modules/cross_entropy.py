@@ -214,20 +214,22 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     ) -> Tensor | CrossEntropyOutput:
         """The loss: a scalar, or with reduction "none" the shape of `target`. See `CrossEntropyLoss` for the inputs."""
         rows = _rows(target, "[N] or [R, T]")
-        shape = rows.shape if isinstance(target, ScoredTokens) else target.shape
-        check_head_as(_HEAD, _input, lin_weight, bias, target.shape)
+        shape = target.shape
+        if isinstance(target, ScoredTokens):
+            target.check_ignored(self.options.ignore_index)
+        check_head_as(_HEAD, _input, lin_weight, bias, shape)
         if self.class_weights is not None and len(self.class_weights) != len(lin_weight):
             raise ValueError(f"ce_weight: got {len(self.class_weights)} weights for {len(lin_weight)} classes")
         inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
         options = self.options.policy()
         if temperature is not None:
             check_whole("temperature", temperature)
-            if isinstance(temperature, Tensor) and temperature.shape != target.shape:
-                raise ValueError(f"temperature: got shape {list(temperature.shape)}, expected {list(target.shape)}")
+            if isinstance(temperature, Tensor) and temperature.shape != shape:
+                raise ValueError(f"temperature: got shape {list(temperature.shape)}, expected {list(shape)}")
             options["temperature"] = temperature.reshape(rows.shape) if isinstance(temperature, Tensor) else temperature
         options["column_weights"] = self._column_weights
         hidden = _input.reshape(*rows.shape, _input.shape[-1])
-        scored = target if isinstance(target, ScoredTokens) and len(target.shape) == 2 else rows
+        scored = target.as_row() if isinstance(target, ScoredTokens) else rows
         mask = upload(rows != self.options.ignore_index, _input.device)
         if self.reduction == "none":
             statistics = linear_logprobs(

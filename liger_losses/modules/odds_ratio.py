@@ -107,13 +107,16 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
         bias: Tensor | None,
         nll_target: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        ignore = self.options.ignore_index
+        if isinstance(target, ScoredTokens):
+            target.check_ignored(ignore)
         labels = target.target if isinstance(target, ScoredTokens) else target
         if nll_target.dtype != labels.dtype or nll_target.device != labels.device:
             raise TypeError(
                 f"nll_target: got dtype {nll_target.dtype} on {nll_target.device}, expected those of target, "
                 f"{labels.dtype} on {labels.device}"
             )
-        ignore, pairs = self.options.ignore_index, labels.shape[0] // 2
+        pairs = labels.shape[0] // 2
         check_head_as(("_input", "lin_weight", "bias"), hidden, weight, bias, labels.shape)
         nll = nll_target[:pairs]
         if not torch.compiler.is_compiling():

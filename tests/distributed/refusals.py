@@ -27,6 +27,7 @@ from liger_losses import (
     logit_statistics,
     losses,
 )
+from liger_losses.chunked import ScoredTokens
 from liger_losses.distributed import FusedHead, scored_count, shift_labels, sum_over_ranks, vocab_parallel
 from liger_losses.losses import CrossEntropyLoss
 
@@ -131,6 +132,9 @@ def refusals() -> None:
         )
         FusedHead(nn.Linear(2, 3), loss, strategy="cached", temperature=0.5)
     _refused(lambda: scored_count(target, gradients="max"), ValueError, "gradients: got 'max'")
+    _refused(
+        lambda: scored_count(ScoredTokens(target, 3)), ValueError, "ignore_index: got -100, but target was read with 3"
+    )
 
 
 @check
