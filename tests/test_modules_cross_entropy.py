@@ -370,7 +370,8 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
             "target: got shape [13, 1, 1], expected [N] or [R, T]",
         ),
         ({"target": torch.full((ROWS,), VOCAB)}, ValueError, "target: got 19"),
-        ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape [3], expected one for each target"),
+        ({"token_weights": torch.ones(3)}, ValueError, "token_weights: got shape [3], expected [13]"),
+        ({"token_weights": torch.ones(1, ROWS)}, ValueError, "token_weights: got shape [1, 13], expected [13]"),
         ({"token_weights": torch.ones(ROWS).long()}, TypeError, "token_weights: got torch.int64"),
         ({"temperature": torch.ones(3)}, ValueError, "temperature: got shape [3], expected [13]"),
         ({"num_items_in_batch": torch.ones(2)}, ValueError, "num_items_in_batch: got shape [2]"),
@@ -381,6 +382,46 @@ def test_bad_tensors(change: dict[str, Any], error: type[Exception], message: st
     arguments = {"lin_weight": weight, "_input": hidden, "target": target, "bias": bias} | change
     with pytest.raises(error, match=re.escape(message)):
         LigerFusedLinearCrossEntropyLoss()(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(LigerFusedLinearCrossEntropyLoss, "ce_weight"), (LigerCrossEntropyLoss, "weight")]
+)
+def test_class_weights_go_by_their_name(module: type, name: str) -> None:
+    for wrong, error, message in (
+        ([1.0, 2.0], TypeError, "got list, expected a floating-point tensor"),
+        (torch.ones(VOCAB, dtype=torch.int64), TypeError, "got torch.int64, expected a floating-point tensor"),
+        (torch.ones(VOCAB, 1), ValueError, "got shape [19, 1], expected [V]"),
+        (torch.tensor(1.0), ValueError, "got shape [], expected [V]"),
+    ):
+        with pytest.raises(error, match=f"^{name}: {re.escape(message)}"):
+            module(wrong)
+
+
+@pytest.mark.parametrize(
+    ("logits", "error", "message"),
+    [
+        (None, TypeError, "_input: got NoneType, expected a tensor"),
+        (torch.ones(ROWS, VOCAB, dtype=torch.int64), TypeError, "_input: got torch.int64, expected a tensor"),
+        (torch.tensor(1.0), ValueError, "_input: got shape (), expected (13, 'V')"),
+        (torch.ones(3, VOCAB), ValueError, "_input: got shape (3, 19), expected (13, 'V')"),
+    ],
+)
+def test_bad_logits(logits: Any, error: type[Exception], message: str) -> None:
+    for module in (LigerCrossEntropyLoss(), LigerCrossEntropyLoss(torch.ones(VOCAB))):
+        with pytest.raises(error, match=re.escape(message)):
+            module(logits, tensors()[2])
+
+
+def test_weights_of_transposed_tokens() -> None:
+    """They are as many as the targets."""
+    weight, hidden, target, _ = tensors(rows=12)
+    wrong = {"token_weights": torch.ones(4, 3)}
+    message = re.escape("token_weights: got shape [4, 3], expected [3, 4]")
+    with pytest.raises(ValueError, match=message):
+        LigerFusedLinearCrossEntropyLoss()(weight, hidden.view(3, 4, WIDTH), target.view(3, 4), **wrong)
+    with pytest.raises(ValueError, match=message):
+        LigerCrossEntropyLoss()((hidden @ weight.T).view(3, 4, VOCAB), target.view(3, 4), **wrong)
 
 
 def test_options_that_do_not_go_together() -> None:

@@ -13,7 +13,7 @@ from .._weighting import weighted
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
 from ..chunked.tokens import upload
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
-from .base import CallOptions, check_accumulator, check_head_as
+from .base import CallOptions, check_accumulator, check_head_as, renamed
 from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class CrossEntropyOutput(NamedTuple):
 
 class _CrossEntropy(torch.nn.Module):
     """Options, inputs and results that the modules over a head and over logits share."""
+
+    _classes = "ce_weight"  # what the constructor calls the class weights
 
     def __init__(
         self,
@@ -64,13 +66,20 @@ class _CrossEntropy(torch.nn.Module):
         if return_z_loss and self.loss.lse_square_scale == 0:
             raise ValueError("return_z_loss: got True with lse_square_scale=0, expected a scale > 0")
         if class_weights is not None:
-            check_float_tensor("ce_weight", class_weights)
+            check_float_tensor(self._classes, class_weights)
+            if class_weights.dim() != 1:
+                raise ValueError(f"{self._classes}: got shape {list(class_weights.shape)}, expected [V]")
         self.register_buffer("class_weights", class_weights, persistent=False)
         self.class_weights: Tensor | None
+
+    def _check_classes(self, classes: int) -> None:
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise ValueError(f"{self._classes}: got {len(self.class_weights)} weights for {classes} classes")
 
     def _inputs(
         self,
         target: Tensor,
+        shape: torch.Size,  # of the caller's target
         token_weights: Tensor | None,
         num_items_in_batch: Tensor | int | None,
         device: torch.device,
@@ -78,9 +87,7 @@ class _CrossEntropy(torch.nn.Module):
         """What the loss reads beside statistics, `[R, T]`; `target` is `[R, T]`."""
         inputs = {}
         if token_weights is not None:
-            check_float_tensor("token_weights", token_weights)
-            if token_weights.numel() != target.numel():
-                raise ValueError(f"token_weights: got shape {list(token_weights.shape)}, expected one for each target")
+            check_float_tensor("token_weights", token_weights, tuple(shape))
             inputs["token_weights"] = upload(token_weights.reshape(target.shape), device)
         if self.class_weights is not None:
             weights, classes = self.class_weights.to(device), upload(target, device).long()
@@ -218,9 +225,8 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         if isinstance(target, ScoredTokens):
             target.check_ignored(self.options.ignore_index)
         check_head_as(_HEAD, _input, lin_weight, bias, shape)
-        if self.class_weights is not None and len(self.class_weights) != len(lin_weight):
-            raise ValueError(f"ce_weight: got {len(self.class_weights)} weights for {len(lin_weight)} classes")
-        inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
+        self._check_classes(len(lin_weight))
+        inputs = self._inputs(rows, shape, token_weights, num_items_in_batch, _input.device)
         options = self.options.policy()
         if temperature is not None:
             check_whole("temperature", temperature)
@@ -265,6 +271,8 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         weight: `[V]` class weights. The others, as in `LigerFusedLinearCrossEntropyLoss`.
     """
 
+    _classes = "weight"
+
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -307,20 +315,23 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         """The loss: a scalar, or with reduction "none" the shape of `target`."""
         rows = _rows(target, "[N] or [R, T]")
         check_whole("_input", _input)
-        if self.class_weights is not None and len(self.class_weights) != _input.shape[-1]:
-            raise ValueError(f"weight: got {len(self.class_weights)} weights for {_input.shape[-1]} classes")
-        statistics = logit_statistics(
-            _input,
-            target,
-            statistics=tuple(dict.fromkeys((*self.loss.statistics, *self._beside))),
-            differentiable=self.loss.differentiable,
-            ignore_index=self.options.ignore_index,
-            temperature=self.options.temperature if temperature is None else temperature,
-            softcap=self.options.softcap,
-            logit_scale=self.options.logit_scale,
-            column_weights=self._column_weights,
-        )
-        inputs = self._inputs(rows, token_weights, num_items_in_batch, _input.device)
+        if isinstance(_input, Tensor) and _input.dim():
+            self._check_classes(_input.shape[-1])
+        try:
+            statistics = logit_statistics(
+                _input,
+                target,
+                statistics=tuple(dict.fromkeys((*self.loss.statistics, *self._beside))),
+                differentiable=self.loss.differentiable,
+                ignore_index=self.options.ignore_index,
+                temperature=self.options.temperature if temperature is None else temperature,
+                softcap=self.options.softcap,
+                logit_scale=self.options.logit_scale,
+                column_weights=self._column_weights,
+            )
+        except (TypeError, ValueError) as error:
+            raise renamed(error, {"logits": "_input"}) from None
+        inputs = self._inputs(rows, target.shape, token_weights, num_items_in_batch, _input.device)
         mask = upload(rows != self.options.ignore_index, _input.device)
         shaped = {name: value.reshape(rows.shape) for name, value in statistics.items()}
         loss, z_loss = self._of_statistics(shaped, mask, inputs, target.shape)
