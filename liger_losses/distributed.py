@@ -93,7 +93,7 @@ class FusedHead(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`(hidden, target, ...)` for log-probabilities and loss objects; for a module its own arguments, in its order,
-        without weight and bias."""
+        without weight and bias. Keywords work as well."""
         if isinstance(self.loss, nn.Module):
             names = tuple(inspect.signature(self.loss.forward).parameters)
             rest = [name for name in names if name not in (*_WEIGHTS, *_BIASES)]
@@ -103,13 +103,13 @@ class FusedHead(nn.Module):
             if self.bias is not None:
                 head[next(name for name in names if name in _BIASES)] = self.bias
             return self.loss(**head, **dict(zip(rest, args, strict=False)), **kwargs)
-        hidden, target, *more = args
-        if more:
+        if len(args) > 2:
             raise TypeError(f"FusedHead: got {len(args)} positional arguments, expected hidden and target")
+        given = dict(zip(("hidden", "target"), args, strict=False))
         options = {**self.options, **kwargs}
         if self.loss is None:
-            return linear_logprobs(hidden, self.weight, target, self.bias, **options)
-        return fused_linear_loss(self.loss, hidden, self.weight, target, self.bias, **options)
+            return linear_logprobs(**given, weight=self.weight, bias=self.bias, **options)
+        return fused_linear_loss(self.loss, **given, weight=self.weight, bias=self.bias, **options)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, bias={self.bias is not None}, {self.options or ''}"
