@@ -17,7 +17,6 @@ from .._checks import (
     check_mask,
     check_names,
     check_number,
-    check_whole,
 )
 from .._weighting import divided, divisor, weighted
 from .selection import TokenSelection
@@ -45,7 +44,7 @@ def cross_entropy_loss(
 ) -> Tensor:
     """Cross entropy of the scored tokens: `CrossEntropyLoss` (see there) on statistics that exist. Returns a scalar.
 
-    Raises ValueError for a statistic that an option needs and that is missing.
+    Raises ValueError for a statistic that an option needs and that is missing, or that none reads.
     """
     loss = CrossEntropyLoss(
         reduction=reduction,
@@ -56,13 +55,16 @@ def cross_entropy_loss(
     )
     check_mask(mask, logprobs)
     statistics = {"logprob": logprobs}
-    given = {"mean_logprob": mean_logprobs, "lse": lse, "entropy": entropy}
-    for name, value in given.items():
+    given = {"mean_logprob": ("mean_logprobs", mean_logprobs), "lse": ("lse", lse), "entropy": ("entropy", entropy)}
+    for name, (argument, value) in given.items():
         if value is None and name in loss.statistics:
-            raise ValueError(f"{name}: got None, expected a tensor for the options of {loss}")
-        if value is not None:
-            check_whole(name, value)
-            statistics[name] = value
+            raise ValueError(f"{argument}: got None, expected a tensor for the options of {loss}")
+        if value is None:
+            continue
+        if name not in loss.statistics:
+            raise ValueError(f"{argument}: got a tensor, expected None: no option of {loss} reads it")
+        check_float_tensor(argument, value, tuple(mask.shape))
+        statistics[name] = value
     inputs = {"token_weights": token_weights, "class_weights": class_weights}
     present = {name: value for name, value in inputs.items() if value is not None}
     if num_items_in_batch is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_mask, check_whole
+from .._checks import check_float_tensor, check_mask, check_whole
 from .pairs import pair_count, split_pairs
 
 
@@ -70,6 +70,6 @@ def alignment_weights(
     Zhou et al., "WPO: Enhancing RLHF with Weighted Preference Optimization", arXiv:2406.11827, Eq. 2.
     """
     check_mask(mask, logprobs)
-    check_whole("log_sum_sq_probs", log_sum_sq_probs)
+    check_float_tensor("log_sum_sq_probs", log_sum_sq_probs, tuple(mask.shape))
     aligned = (logprobs - log_sum_sq_probs).detach()
     return sequence_logprobs(aligned, mask, average=True).exp()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses.chunked import fused_linear_loss
-from liger_losses.losses import CrossEntropyLoss, cross_entropy_loss
+from liger_losses.losses import CrossEntropyLoss, TokenSelection, cross_entropy_loss
 
 from .batch import VOCAB, make_batch
 
@@ -75,6 +75,29 @@ def test_bad_input() -> None:
         cross_entropy_loss(logprobs, mask.long())
     with pytest.raises(ValueError, match="inputs: got weights"):
         CrossEntropyLoss().prepare(mask, {"weights": logprobs})
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("mean_logprobs", {"label_smoothing": 0.1}),
+        ("lse", {"lse_square_scale": 0.1}),
+        ("entropy", {"selection": TokenSelection(by="entropy")}),
+    ],
+)
+def test_statistics_of_the_options(argument: str, options: dict) -> None:
+    logprobs, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    cross_entropy_loss(logprobs, mask, **{argument: logprobs}, **options)
+    with pytest.raises(ValueError, match=f"^{argument}: got None, expected a tensor"):
+        cross_entropy_loss(logprobs, mask, **options)
+    with pytest.raises(ValueError, match=f"^{argument}: got a tensor, expected None"):
+        cross_entropy_loss(logprobs, mask, **{argument: logprobs})
+    # All of these would be broadcast.
+    for shape in ((3,), (2, 1), (1, 3), ()):
+        with pytest.raises(ValueError, match=rf"^{argument}: got shape .*, expected \[2, 3\]"):
+            cross_entropy_loss(logprobs, mask, **{argument: torch.zeros(shape)}, **options)
+    with pytest.raises(TypeError, match=f"^{argument}: got torch.int64, expected a floating-point tensor"):
+        cross_entropy_loss(logprobs, mask, **{argument: mask.long()}, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

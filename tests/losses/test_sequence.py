@@ -81,6 +81,9 @@ def test_alignment_weights() -> None:
 
 def test_bad_input() -> None:
     logprobs = torch.zeros(4, 3)
+    for shape in ((3,), (4, 1), ()):  # all of these would be broadcast
+        with pytest.raises(ValueError, match=r"log_sum_sq_probs: got shape .*, expected \[4, 3\]"):
+            alignment_weights(logprobs, torch.zeros(shape), torch.ones(4, 3, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"mask: got torch.int64, expected a torch.bool"):
         sequence_logprobs(logprobs, torch.ones(4, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"mask: got shape \[4, 2\].*\[4, 3\]"):
