@@ -58,7 +58,8 @@ class Call:
         self.shape = hidden.shape[:-1]
         self.shard = shard
         self.hidden = hidden.reshape(-1, hidden.shape[-1])
-        self.weight, self.bias, self.ignore_index, self.precision = weight, bias, ignore_index, precision
+        self.bias = None if bias is None else bias.contiguous()  # as kernels read what has one number a column
+        self.weight, self.ignore_index, self.precision = weight, ignore_index, precision
         self._target = target
         grad = torch.is_grad_enabled()
         self.needs = (

@@ -90,9 +90,9 @@ def check_head_tensors(
             f"column_weights: got a tensor, expected None: mean_logprob is not among the statistics {names}"
         )
     if temperature is not None:
-        temperature = temperature.reshape(-1).to(device)
+        temperature = temperature.reshape(-1).to(device).contiguous()
     if columns is not None:
-        columns = columns.to(device)
+        columns = columns.to(device).contiguous()
     if positives is not None:
         if tuple(names) != ("logprob",):
             raise ValueError(

@@ -78,7 +78,7 @@ def logit_statistics(
     rows = logits.reshape(-1, logits.shape[-1])
     outputs = _statistics(
         rows if rows.stride(-1) == 1 else rows.contiguous(),
-        upload(target.reshape(-1), logits.device).to(torch.int64),
+        upload(target.reshape(-1), logits.device).to(torch.int64).contiguous(),
         tensors.temperature,
         tensors.column_weights,
         ",".join(statistics),

@@ -73,6 +73,7 @@ class Teacher:
             logits = logits.reshape(-1, logits.shape[-1])
             logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         hidden = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
+        bias = None if bias is None else bias.contiguous()
         return replace(self, hidden=hidden, weight=weight, bias=bias, logits=logits)
 
     def computed(self, precision: Precision) -> Teacher:

@@ -102,7 +102,8 @@ class ScoredTokens:
         if total < mask.numel():
             # The count is known, so that listing the positions need not wait for one.
             index = torch.nonzero_static(mask.reshape(-1), size=total).squeeze(-1)
-        return ScoredOnDevice(target.reshape(-1).to(torch.int64), mask, index, tuple(counts))
+        # Kernels find a token's number at its position: a column of a matrix is copied.
+        return ScoredOnDevice(target.reshape(-1).to(torch.int64).contiguous(), mask, index, tuple(counts))
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

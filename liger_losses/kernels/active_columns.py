@@ -41,7 +41,7 @@ def gather_rows(
     """`out[i] = weight[ids[i]]`."""
     if out.numel() == 0:
         return out
-    if use_triton(weight):
+    if weight.stride(1) == 1 and use_triton(weight):
         from .active_columns_triton import gather_rows_triton
 
         gather_rows_triton(weight, ids, out)

@@ -16,6 +16,7 @@ from .rows_triton import (
     aligned_size,
     cdiv,
     eight_aligned,
+    neighbours,
     processors,
     sum_partials,
     tile_shape,
@@ -186,6 +187,7 @@ def forward_triton(
     offset: float,
 ) -> None:  # fmt: skip
     rows, width = x.shape
+    weight, bias = neighbours(weight), neighbours(bias)
     wide = width > WIDEST
     block_rows, block = (1, WALK) if wide else tile_shape(width)
     kernel = _forward_wide_kernel if wide else _forward_kernel
@@ -219,6 +221,7 @@ def backward_triton(
     db: Tensor | None, offset: float,
 ) -> None:  # fmt: skip
     rows, width = x.shape
+    weight = neighbours(weight)
     wide = width > WIDEST_BACKWARD
     block_rows, block = (1, WALK) if wide else tile_shape(width)
     programs = min(cdiv(rows, block_rows), max(1, 2 * TILE // (block_rows * block)) * processors(x.device))

@@ -20,6 +20,7 @@ from .rows_triton import (
     aligned_size,
     cdiv,
     eight_aligned,
+    neighbours,
     processors,
     sum_partials,
     tile_shape,
@@ -201,6 +202,7 @@ def forward_triton(
     eps: float, offset: float, round_normed: bool,
 ) -> None:  # fmt: skip
     rows, width = x.shape
+    weight = neighbours(weight)
     wide = width > WIDEST
     block_rows, block = (1, WALK) if wide else tile_shape(width)
     kernel = _forward_wide_kernel if wide else _forward_kernel
@@ -236,6 +238,7 @@ def backward_triton(
     round_normed: bool, needs_weight: bool,
 ) -> Tensor | None:  # fmt: skip
     rows, width = x.shape
+    weight = neighbours(weight)
     wide = width > WIDEST_BACKWARD
     block_rows, block = (1, WALK) if wide else tile_shape(width)
     needs_weight = needs_weight and weight is not None

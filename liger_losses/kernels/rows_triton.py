@@ -54,6 +54,11 @@ def eight_aligned(width: int, *tensors: Tensor | None) -> bool:
     return True
 
 
+def neighbours(vector: Tensor | None) -> Tensor | None:
+    """`vector` with its elements side by side, as kernels read it."""
+    return None if vector is None else vector.contiguous()
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; a small number for the interpreter, so that programs own several rows."""

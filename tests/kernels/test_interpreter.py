@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 FILES = (
     "tile_statistics", "tile_gradient", "bernoulli_tile", "divergence_tile", "scaled_cast", "norms", "gated_activation",
-    "rotary", "active_columns", "merge_shards",
+    "rotary", "active_columns", "merge_shards", "strided",
 )  # fmt: skip
 
 
