@@ -216,7 +216,7 @@ def _(*arguments: Any) -> list[Tensor]:
     hidden, weight, bias = arguments[9:12]
     needs = CallOptions(*arguments[-len(dataclasses.fields(CallOptions)) :]).needs
     like = (hidden, weight, weight if bias is None else bias)
-    return [torch.empty_like(t) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
+    return [t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in zip(like, needs, strict=True)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

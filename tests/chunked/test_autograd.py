@@ -214,15 +214,19 @@ def test_opcheck(strategy: str, names: str, trainable: tuple[str, ...], index: b
     torch.library.opcheck(token_statistics, operator_arguments(case, names, grads, strategy, index))
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("index", [True, False], ids=["eager", "traced"])
 @pytest.mark.parametrize(
     ("strategy", "names"), [("cached", "logprob"), ("recompute", "logprob,entropy,lse,mean_logprob")]
 )
-def test_opcheck_of_the_backward(strategy: str, names: str, index: bool) -> None:
+def test_opcheck_of_the_backward(strategy: str, names: str, index: bool, turned: bool) -> None:
+    """Gradients lie row by row, also where hidden states and weight lie column by column."""
     case = make_case(2, 3, 4, 9)
     arguments = [
         a.detach() if isinstance(a, Tensor) else a for a in operator_arguments(case, names, names, strategy, index)
     ]
+    if turned:
+        arguments[:2] = [tensor.T.contiguous().T for tensor in arguments[:2]]
     outputs = token_statistics(*arguments)
     count = len(names.split(","))
     sent = [torch.randn_like(output) for output in outputs[:count]] + [None] * (4 - count)
