@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._checks import check_size
 from ._tiling import tiled_over_tokens
 from .kernels import (
     CASTING_MODES,
@@ -45,15 +46,8 @@ _SILU = {"silu": "silu", "swish": "silu"}
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, expected a positive integer")
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, expected a positive integer")
-
-
 def _initial(init_fn: str, size: int) -> nn.Parameter:
-    _positive("hidden_size", size)
+    check_size("hidden_size", size)
     if init_fn not in _INITS:
         raise ValueError(f"init_fn: got {init_fn!r}, expected 'ones' or 'zeros'")
     return nn.Parameter(_INITS[init_fn](size))
@@ -183,7 +177,7 @@ def _activation(config: Any, known: dict[str, str], default: str | None) -> str:
     for needed in ("hidden_size", "intermediate_size"):
         if not hasattr(config, needed):
             raise TypeError(f"config: got {type(config).__name__} without {needed}")
-        _positive(f"config.{needed}", getattr(config, needed))
+        check_size(f"config.{needed}", getattr(config, needed))
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or default
     if name not in known:
         raise ValueError(f"config.hidden_act: got {name!r}, expected one of {sorted(known)}")
@@ -196,7 +190,7 @@ class _GatedMLP(nn.Module):
     def __init__(self, config: Any, intermediate_size: int | None, activation: str) -> None:
         super().__init__()
         if intermediate_size is not None:
-            _positive("intermediate_size", intermediate_size)
+            check_size("intermediate_size", intermediate_size)
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -257,7 +251,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 class _TiledMLP(_GatedMLP):
     def __init__(self, config: Any, num_shards: int | None, activation: str) -> None:
         if num_shards is not None:
-            _positive("num_shards", num_shards)
+            check_size("num_shards", num_shards)
         super().__init__(config, None, activation)
         self.num_shards = num_shards
 

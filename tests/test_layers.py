@@ -211,7 +211,7 @@ CONFIGURED = SimpleNamespace(**CONFIG, hidden_act="relu")
         (lambda: LigerLayerNorm(3, impl="cute"), "impl: got 'cute', expected None"),
         (lambda: LigerSwiGLUMLP(CONFIGURED), "config.hidden_act: got 'relu', expected one of ['silu', 'swish']"),
         (lambda: LigerGEGLUMLP(CONFIGURED), "config.hidden_act: got 'relu', expected one of ['gelu', 'gelu_new'"),
-        (lambda: LigerTiledSwiGLUMLP(SimpleNamespace(**CONFIG, hidden_act="silu"), 0), "num_shards: got 0, expected a positive integer"),
+        (lambda: LigerTiledSwiGLUMLP(SimpleNamespace(**CONFIG, hidden_act="silu"), 0), "num_shards: got 0, expected >= 1"),
         (lambda: liger_rotary_pos_emb(*torch.zeros(4, 1, 1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)), "position_ids: got them with cos of shape (1, 1, 1, 4)"),
         (lambda: liger_rotary_pos_emb(*torch.zeros(2, 1, 1, 1, 4), *torch.zeros(2, 1, 1, 4), rotary_dim=3), "rotary_dim: got 3 with cos of width 4"),
     ],

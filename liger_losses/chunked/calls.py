@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_whole
+from .._checks import check_size, check_whole
 from ..kernels import LogitTransform
 from .active import ActiveVocabulary
 from .active_deferred import ActiveCall, ActiveFunction
@@ -176,10 +176,8 @@ def run_loss(
     """`fused_linear_loss`, whatever stands beside the head."""
     check_loss(loss)
     inputs = {} if inputs is None else dict(inputs)
-    if max_units is not None and (isinstance(max_units, bool) or not isinstance(max_units, int)):
-        raise TypeError(f"max_units: got {max_units!r}, expected an int")
-    if max_units is not None and max_units < 1:
-        raise ValueError(f"max_units: got {max_units}, expected >= 1")
+    if max_units is not None:
+        check_size("max_units", max_units)
     if isinstance(hidden, Tensor) and hidden.dim() != 3:
         raise ValueError(f"{head[0]}: got shape {tuple(hidden.shape)}, expected [R, T, H]")
     call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype, head)

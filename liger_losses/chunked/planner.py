@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from .._checks import check_size
+from .._checks import check_flag, check_size
 from .active import ActiveVocabulary
 from .head import check_logits_dtype
 from .problem import MIB, Plan, Problem
@@ -178,10 +178,13 @@ def plan(
         check_size(name, value)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"dtype: got {dtype!r}, expected torch.float16, bfloat16, float32 or float64")
-    for name, flag in (("trainable_head", trainable_head), ("trainable_hidden", trainable_hidden)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+    check_flag("trainable_head", trainable_head)
+    check_flag("trainable_hidden", trainable_hidden)
     check_tiling(strategy, memory_budget, logits_dtype)
+    given = scored if isinstance(scored, Sequence) and not isinstance(scored, str) else (scored,)
+    for number in given if scored is not None else ():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"scored: got {number!r}, expected an int, or one for each row")
     if scored is None or isinstance(scored, int):
         # One number stands for one row, or for a pair of two.
         total = tokens if scored is None else scored

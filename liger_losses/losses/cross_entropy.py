@@ -17,6 +17,7 @@ from .._checks import (
     check_mask,
     check_names,
     check_number,
+    check_size,
 )
 from .._weighting import divided, divisor, weighted
 from .selection import TokenSelection
@@ -235,7 +236,7 @@ class BinaryCrossEntropyLoss:
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, REDUCTIONS)
-        check_number("labels", self.labels, low=1)
+        check_size("labels", self.labels)
 
     @property
     def separability(self) -> str:
@@ -246,12 +247,10 @@ class BinaryCrossEntropyLoss:
         return ("logprob",)
 
     def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        unknown = sorted(set(inputs) - {"token_weights"})
-        if unknown:
-            raise ValueError(f"inputs: got {', '.join(unknown)}, expected token_weights or nothing")
+        check_names("inputs", inputs, ("token_weights",))
         for name, value in inputs.items():
             check_float_tensor(name, value, tuple(mask.shape))
-        return dict(inputs)
+        return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.reduction == "sum":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._checks import check_choice, check_flag, check_number
+from .._checks import check_choice, check_flag, check_number, check_size
 from .policy_terms import KL_ESTIMATORS, SAMPLER_MODES
 from .policy_types import POLICY_TYPES, PolicyType
 
@@ -62,7 +62,8 @@ class PolicyOptions:
         check_number("entropy_coef", self.entropy_coef)
         check_number("top_entropy_quantile", self.top_entropy_quantile, low=0, high=1)
         for name in ("max_completion_length", "num_processes"):
-            _check_count(name, getattr(self, name))
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
         self._check_unread()
         self._check_sampler()
 
@@ -108,10 +109,3 @@ class PolicyOptions:
     @property
     def level(self) -> str:
         return self.type.level or self.importance_sampling_level
-
-
-def _check_count(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{name}: got {value}, expected >= 1")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_constant, check_float_tensor
+from .._checks import check_constant, check_float_tensor, check_size
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from ..chunked.active import ActiveVocabulary
 from ..chunked.head import NAMES, check_head
@@ -42,7 +42,7 @@ class CallOptions:
         check_ignore_index(self.ignore_index)
         check_tiling(self.strategy, self.memory_budget, self.logits_dtype)
         ActiveVocabulary.of(self.active_vocab)
-        check_chunk_size(self.chunk_size)
+        check_size("chunk_size", self.chunk_size)
 
     def policy(self) -> dict[str, Any]:
         return {
@@ -154,13 +154,6 @@ class Reference:
 
 
 NO_REFERENCE = Reference()
-
-
-def check_chunk_size(chunk_size: object) -> None:
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}, expected >= 1")
 
 
 def check_chunk_strategy(chunk_size: int, strategy: str, unbounded: int) -> None:

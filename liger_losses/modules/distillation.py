@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_number, check_temperature, check_weights
+from .._checks import check_choice, check_flag, check_number, check_size, check_temperature, check_weights
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher, teacher_transform
 from ..chunked.tokens import check_integer
 from ..kernels import LogitTransform
-from .base import CallOptions, check_accumulator, check_chunk_size, check_chunk_strategy, check_head_as, renamed
+from .base import CallOptions, check_accumulator, check_chunk_strategy, check_head_as, renamed
 from .engine_options import HeadOptions, with_head_options
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class _SoftAndHard(_Distillation):
     ) -> None:
         check_flag("compiled", compiled)
         check_flag("return_soft_hard_loss", return_soft_hard_loss)
-        check_chunk_size(chunk_size)
+        check_size("chunk_size", chunk_size)
         if chunk_size != 1024:
             check_chunk_strategy(chunk_size, engine.get("strategy", "auto"), 1024)
         super().__init__(

@@ -295,8 +295,12 @@ def test_functorch_transforms_are_refused(name: str) -> None:
         ({"tokens": True}, TypeError, "tokens: got True, expected an int"),
         ({"dtype": torch.int64}, TypeError, "dtype: got torch.int64"),
         ({"dtype": "bf16"}, TypeError, "dtype: got 'bf16'"),
-        ({"trainable_head": "no"}, TypeError, "trainable_head: got 'no', expected True or False"),
+        ({"trainable_head": "no"}, TypeError, "trainable_head: got 'no' of type str, expected True or False"),
         ({"strategy": "immediate", "separability": "batch"}, ValueError, "separable only by 'batch'"),
+        ({"scored": 2.5}, TypeError, "scored: got 2.5, expected an int, or one for each row"),
+        ({"scored": "64"}, TypeError, "scored: got '64', expected an int, or one for each row"),
+        ({"scored": True}, TypeError, "scored: got True, expected an int, or one for each row"),
+        ({"scored": (32, 1.5)}, TypeError, "scored: got 1.5, expected an int, or one for each row"),
     ],
 )
 def test_refused_by_plan(options: dict, error: type[Exception], message: str) -> None:

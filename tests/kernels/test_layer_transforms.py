@@ -210,14 +210,14 @@ AT = torch.zeros(2, 5, dtype=torch.int64)
         (lambda: liger_rotary_pos_emb(HEADS, HEADS, ROWS, ROWS, AT.bool()), TypeError, "position_ids: got torch.bool, expected a tensor of int32 or int64"),
         (lambda: liger_rotary_pos_emb(HEADS, HEADS, ROWS, ROWS, AT + 9), ValueError, "position_ids: got positions outside of the table, expected 0 to 8"),
         (lambda: liger_rotary_pos_emb(HEADS, HEADS, ROWS, ROWS, AT - 1), ValueError, "position_ids: got positions outside of the table, expected 0 to 8"),
-        (lambda: LigerRMSNorm(0), ValueError, "hidden_size: got 0, expected a positive integer"),
-        (lambda: LigerRMSNorm("8"), TypeError, "hidden_size: got '8', expected a positive integer"),
+        (lambda: LigerRMSNorm(0), ValueError, "hidden_size: got 0, expected >= 1"),
+        (lambda: LigerRMSNorm("8"), TypeError, "hidden_size: got '8', expected an int"),
         (lambda: LigerRMSNorm(8, eps=-1), ValueError, "eps: got -1, expected a finite number of at least 0"),
         (lambda: LigerFusedAddRMSNorm(8, offset="a"), TypeError, "offset: got 'a', expected a number"),
         (lambda: LigerLayerNorm(8, eps=None), TypeError, "eps: got None, expected a number"),
         (lambda: LigerSwiGLUMLP(None), TypeError, "config: got NoneType without hidden_size"),
-        (lambda: LigerSwiGLUMLP(SIZES, 1.5), TypeError, "intermediate_size: got 1.5, expected a positive integer"),
-        (lambda: LigerTiledSwiGLUMLP(SIZES, num_shards=1.5), TypeError, "num_shards: got 1.5, expected a positive integer"),
+        (lambda: LigerSwiGLUMLP(SIZES, 1.5), TypeError, "intermediate_size: got 1.5, expected an int"),
+        (lambda: LigerTiledSwiGLUMLP(SIZES, num_shards=1.5), TypeError, "num_shards: got 1.5, expected an int"),
     ],
 )  # fmt: skip
 def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message: str) -> None:

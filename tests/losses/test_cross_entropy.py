@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses.chunked import fused_linear_loss
-from liger_losses.losses import CrossEntropyLoss, TokenSelection, cross_entropy_loss
+from liger_losses.losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection, cross_entropy_loss
 
 from .batch import VOCAB, make_batch
 
@@ -75,6 +75,18 @@ def test_bad_input() -> None:
         cross_entropy_loss(logprobs, mask.long())
     with pytest.raises(ValueError, match="inputs: got weights"):
         CrossEntropyLoss().prepare(mask, {"weights": logprobs})
+
+
+def test_bad_input_of_binary_cross_entropy() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for labels, error, message in (
+        (2.5, TypeError, "got 2.5, expected an int"),
+        (0, ValueError, "got 0, expected >= 1"),
+    ):
+        with pytest.raises(error, match=f"^labels: {message}"):
+            BinaryCrossEntropyLoss(labels=labels)
+    with pytest.raises(ValueError, match="inputs: got weights, expected names out of token_weights"):
+        BinaryCrossEntropyLoss(labels=3).prepare(mask, {"weights": torch.ones(2, 3)})
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from .policy_batch import make_rollouts
         ({"vespo_lambda_neg": 0.0, "loss_type": "vespo"}, ValueError, "vespo_lambda_neg: got 0.0, expected"),
         ({"loss_type": "dr_grpo"}, ValueError, "max_completion_length: got None, expected a number with"),
         ({"loss_type": "dr_grpo", "max_completion_length": 0}, ValueError, "max_completion_length: got 0, expected >= 1"),
-        ({"loss_type": "dr_grpo", "max_completion_length": 8.0}, TypeError, "max_completion_length: got 8.0 of type float"),
+        ({"loss_type": "dr_grpo", "max_completion_length": 8.0}, TypeError, "max_completion_length: got 8.0, expected an int"),
         ({"max_completion_length": 8}, ValueError, "max_completion_length: got 8, expected the default with"),
         ({"vf_coef": 0.5}, ValueError, "vf_coef: got 0.5, expected the default with loss_type 'dapo'"),
         ({"loss_type": "ppo", "value_clip": 0.2}, ValueError, "value_clip: got 0.2, expected None with vf_coef=0"),
