@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liger_losses import fused_linear_loss
 from liger_losses.chunked import plan
 from liger_losses.chunked.planner import STRATEGIES
 from liger_losses.chunked.strategies import ROW_BLOCK
+
+from ..oracle import ToyLoss, make_case
 
 LARGE: dict[str, Any] = {"tokens": 8192, "hidden_size": 4096, "vocab_size": 128_256, "separability": "pair",
                          "scored": (4096, 4096)}  # fmt: skip
@@ -180,6 +183,29 @@ def test_a_small_budget_changes_the_strategy() -> None:
 def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(**{**LARGE, **change})
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("separability", "names", "allowed"),
+    [
+        ("pair", ("logprob",), {"immediate", "cached", "recompute"}),
+        ("batch", ("logprob",), {"cached", "recompute"}),
+        ("pair", ("logprob", "entropy"), {"immediate", "recompute"}),
+        ("batch", ("logprob", "entropy"), {"recompute"}),
+    ],
+)
+def test_strategies_of_a_loss(separability: str, names: tuple[str, ...], allowed: set[str], trained: bool) -> None:
+    """The table of docs/choosing.md."""
+    case = make_case(trainable=("hidden", "weight", "bias") if trained else ("hidden",))
+    if not trained and names == ("logprob",):
+        allowed = allowed | {"frozen"}
+    for strategy in STRATEGIES:
+        if strategy in allowed:
+            fused_linear_loss(ToyLoss(separability, names), *case.head, strategy=strategy)
+        else:
+            with pytest.raises(ValueError, match=f"^strategy: got '{strategy}'"):
+                fused_linear_loss(ToyLoss(separability, names), *case.head, strategy=strategy)
 
 
 @pytest.mark.parametrize("budget", [1e9, True, "1G"])
