@@ -200,14 +200,14 @@ def test_where_liger_kernel_is_wrong() -> None:
 
 
 REFUSED: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
-    (LigerFusedLinearJSDLoss, {"beta": 2.0}, ValueError, "beta: got 2.0, expected 0 <= beta <= 1"),
+    (LigerFusedLinearJSDLoss, {"beta": 2.0}, ValueError, "beta: got 2.0, expected a finite number >= 0 and <= 1"),
     (
         LigerFusedLinearJSDLoss,
         {"weight_hard_loss": -1.0},
         ValueError,
         "weight_hard_loss: got -1.0, expected a finite number >= 0",
     ),
-    (LigerFusedLinearJSDLoss, {"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a number > 0"),
+    (LigerFusedLinearJSDLoss, {"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number > 0"),
     (
         LigerFusedLinearJSD,
         {"teacher_softcap": -1.0},

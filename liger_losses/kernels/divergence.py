@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import math
 from dataclasses import dataclass
 
-from .._checks import check_fp32_range
+from .._checks import check_choice, check_flag, check_fp32_range, check_number, check_temperature, check_weights
 
 KINDS = (
     "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "jeffreys", "alpha", "akl",
@@ -99,42 +98,23 @@ class Divergence:
     vocabulary: str = "shared"
 
     def __post_init__(self) -> None:
-        for name, value, choices in (("kind", self.kind, KINDS), ("vocabulary", self.vocabulary, VOCABULARY)):
-            if value not in choices:
-                raise ValueError(f"{name}: got {value!r}, expected one of {choices}")
-        numbers = ["beta", "skew", "alpha", "mu", "temperature", "soft_weight", "hard_weight"]
-        for name in numbers + ["teacher_temperature"] * (self.teacher_temperature is not None):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name}: got {value!r}, expected a number")
-            if not math.isfinite(value):
-                raise ValueError(f"{name}: got {value}, expected a finite number")
-        for name in ("temperature", "teacher_temperature"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}: got {value}, expected a number > 0")
-            if value is not None:
-                check_fp32_range(name, value)
-        for name in ("soft_weight", "hard_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number >= 0")
-        if self.soft_weight == self.hard_weight == 0:
-            raise ValueError("soft_weight, hard_weight: got 0 for both, expected one > 0")
-        if not isinstance(self.scale_by_squared_temperature, bool):
-            raise TypeError(
-                f"scale_by_squared_temperature: got {self.scale_by_squared_temperature!r}, expected True or False"
-            )
+        check_choice("kind", self.kind, KINDS)
+        check_choice("vocabulary", self.vocabulary, VOCABULARY)
+        check_temperature("temperature", self.temperature)
+        if self.teacher_temperature is not None:
+            check_temperature("teacher_temperature", self.teacher_temperature)
+        check_weights(soft_weight=self.soft_weight, hard_weight=self.hard_weight)
+        check_flag("scale_by_squared_temperature", self.scale_by_squared_temperature)
         if self.scale_by_squared_temperature:
             check_fp32_range("temperature, squared", self.temperature**2)
         check_of_logits(
             self.kind, self.vocabulary, self.temperature, self.teacher_temperature, self.scale_by_squared_temperature
         )
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta: got {self.beta}, expected 0 <= beta <= 1")
-        if not 0 <= self.mu <= 1:
-            raise ValueError(f"mu: got {self.mu}, expected 0 <= mu <= 1")
-        if not 0 <= self.skew < 1:
-            raise ValueError(f"skew: got {self.skew}, expected 0 <= skew < 1")
+        for name in ("beta", "mu", "skew"):
+            check_number(name, getattr(self, name), low=0, high=1)
+        if self.skew == 1:
+            raise ValueError(f"skew: got {self.skew}, expected 0 <= skew < 1: the divergence is 0 whatever the student")
+        check_number("alpha", self.alpha)
         if self.alpha in (0, 1):
             raise ValueError(
                 f"alpha: got {self.alpha}, whose limit is {('reverse_kl', 'forward_kl')[int(self.alpha)]}; expected "
