@@ -35,7 +35,8 @@ def check_number(
     """Raise unless `value` is a finite Python number with `value > above` and `low <= value <= high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a Python number")
-    if not (math.isfinite(value) and value > above and low <= value <= high):
+    # Comparisons, which NaN fails: they trace where torch.compile makes numbers symbolic, math.isfinite does not.
+    if not (-math.inf < value < math.inf and value > above and low <= value <= high):
         bounds = [f"> {above:g}"] * (above > -math.inf) + [f">= {low:g}"] * (low > -math.inf)
         bounds += [f"<= {high:g}"] * (high < math.inf)
         raise ValueError(f"{name}: got {value!r}, expected a finite number {' and '.join(bounds)}".rstrip())
