@@ -91,7 +91,7 @@ CALLS: dict[str, tuple[dict[str, Tensor], Callable[..., Result]]] = {
 
 def spaced(tensor: Tensor) -> Tensor:
     """The same numbers, two apart in every dimension."""
-    room = torch.full([2 * size for size in tensor.shape], 7, dtype=tensor.dtype)
+    room = torch.full([2 * size for size in tensor.shape], 7, dtype=tensor.dtype, device=tensor.device)
     room[tuple(slice(None, None, 2) for _ in tensor.shape)] = tensor
     return room[tuple(slice(None, None, 2) for _ in tensor.shape)]
 
