@@ -49,7 +49,7 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def counted_flops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """FLOPs of the engine's matrix products since the last call of it. (torch's counter does not see `out=` products.)"""
-    from liger_losses.chunked import active, deferred, hidden_gradient, walk, weight_gradient
+    from liger_losses.chunked import active, deferred, hidden_gradient, recompute, walk, weight_gradient
 
     total = [0.0]
 
@@ -58,7 +58,7 @@ def counted_flops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
         return original(a, b, **options)
 
     original = walk.matmul
-    for module in (walk, deferred, active, hidden_gradient, weight_gradient):
+    for module in (walk, deferred, recompute, active, hidden_gradient, weight_gradient):
         monkeypatch.setattr(module, "matmul", counted)
 
     def flops() -> float:

@@ -22,6 +22,7 @@ from liger_losses.chunked import (
     linear_divergence,
     linear_logprobs,
     plan,
+    recompute,
     walk,
     weight_gradient,
 )
@@ -335,7 +336,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         seen.append((a.shape[0], a.shape[1], b.shape[1]))
         return original(a, b, **options)
 
-    for module in (walk, deferred, hidden_gradient, weight_gradient):
+    for module in (walk, deferred, recompute, hidden_gradient, weight_gradient):
         monkeypatch.setattr(module, "matmul", counted)
     return seen
 
