@@ -7,7 +7,8 @@ from typing import overload
 
 from torch import Tensor
 
-from .calls import per_token, prepare, run_loss, token_values
+from .call import per_token, prepare
+from .calls import run_loss, token_values
 from .head_tensors import HeadTensors, make_transform
 from .loss import Loss, check_differentiable, check_statistics
 from .planner import STRATEGIES

@@ -1,139 +1,37 @@
-"""What the public calls are made of: checks, the plan, and the walk under one of the two autograd functions."""
+"""A call run: its strategy chosen, and the walk under the autograd function or operator that goes with it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_size, check_whole
-from ..kernels import LogitTransform
-from .active import ActiveVocabulary
+from .._checks import check_size
 from .active_deferred import ActiveCall, ActiveFunction
+from .call import Call, prepare
 from .deferred import describe, forward, outside_autocast
-from .head import NAMES, Precision, check_head, choose_precision
-from .head_tensors import HeadTensors, check_differentiable_beside, check_head_tensors, make_transform
+from .head import NAMES
+from .head_tensors import HeadTensors, check_differentiable_beside, make_transform
 from .immediate import ImmediateCall, ImmediateFunction
 from .loss import (
     KNOWN,
     Loss,
-    check_constants,
+    check_inputs,
     check_loss,
     check_result,
     check_statistics,
+    check_units,
     differentiable_statistics,
     only_logprob,
     prepared_inputs,
-    rows_per_unit,
 )
 from .operators import token_statistics as token_statistics_operator
-from .parallel import VocabularyShard
-from .placements import local_head, local_teacher
 from .planner import make_plan
 from .problem import Plan
-from .tokens import ScoredOnDevice, ScoredTokens, check_ignore_index, check_target
+from .tokens import ScoredOnDevice, ScoredTokens
 from .walk import TileWalk
-
-
-class Call:
-    """Checked tensors of a call, flattened to `[R * T, ...]`."""
-
-    tensors = HeadTensors()
-    transform = LogitTransform()
-    active: ActiveVocabulary | None = None
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor | ScoredTokens,
-        ignore_index: int,
-        precision: Precision,
-        shard: VocabularyShard | None = None,
-    ) -> None:
-        self.shape = hidden.shape[:-1]
-        self.shard = shard
-        self.hidden = hidden.reshape(-1, hidden.shape[-1])
-        self.bias = None if bias is None else bias.contiguous()  # as kernels read what has one number a column
-        self.weight, self.ignore_index, self.precision = weight, ignore_index, precision
-        self._target = target
-        grad = torch.is_grad_enabled()
-        self.needs = (
-            grad and hidden.requires_grad,
-            grad and weight.requires_grad,
-            grad and bias is not None and bias.requires_grad,
-        )
-
-    def read(self, given: HeadTensors, names: tuple[str, ...]) -> None:
-        """Check and take what shapes logits and statistics beside the head."""
-        if given.teacher is not None:
-            given = replace(given, teacher=local_teacher(given.teacher, self.shard))
-        self.tensors = check_head_tensors(
-            given, names, self.shape, self.vocab_size, self.weight.device, self.targets, self.ignore_index
-        )
-        if self.tensors.teacher is not None and self.shard is None:  # beside a shard the teacher's columns are as many
-            self.tensors.teacher.check_shared(self.vocab_size)
-
-    def choose_columns(self, active_vocab: object, differentiable: tuple[str, ...]) -> None:
-        """Check and take the rule by which columns enter the gradient products."""
-        self.active = ActiveVocabulary.of(active_vocab)
-        if self.active is not None and "mean_logprob" in differentiable:
-            raise ValueError(
-                f"active_vocab: got {active_vocab!r} for a loss that differentiates mean_logprob (label smoothing), "
-                "whose gradient is as large in every column; expected None"
-            )
-
-    @property
-    def vocab_size(self) -> int:
-        """Of all ranks' columns."""
-        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
-
-    @property
-    def targets(self) -> Tensor:
-        """As they were given."""
-        return self._target.target if isinstance(self._target, ScoredTokens) else self._target
-
-    def scored_tokens(self) -> ScoredTokens:
-        target = self._target
-        scored = target if isinstance(target, ScoredTokens) else ScoredTokens(target, self.ignore_index)
-        scored.check_range(self.vocab_size)
-        return scored
-
-    def target_tensor(self) -> Tensor:
-        """The targets `[R, T]`, for the traced path."""
-        target = self.targets
-        return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device, torch.int64)
-
-
-def prepare(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | ScoredTokens,
-    bias: Tensor | None,
-    ignore_index: int,
-    logits_dtype: str,
-    head: tuple[str, str, str] = NAMES,
-) -> Call:
-    """The checked head and targets of a call. Raises before any work, naming the argument; `head` are its tensors'."""
-    check_ignore_index(ignore_index)
-    if isinstance(target, ScoredTokens):
-        target.check_ignored(ignore_index)
-    elif not isinstance(target, Tensor):
-        raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
-    else:
-        check_target(target)
-    check_head(hidden, weight, bias, target.shape, head)
-    hidden, weight, bias, shard = local_head(hidden, weight, bias, head)
-    return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype, head), shard)
-
-
-def per_token(temperature: float | Tensor) -> Tensor | None:
-    """A temperature that is a tensor is one of the head's tensors."""
-    return temperature if isinstance(temperature, Tensor) else None
 
 
 def token_values(
@@ -186,7 +84,7 @@ def run_loss(
             f"max_units: got {max_units} with strategy {strategy!r}, whose tiles hold tokens; expected None, or "
             "strategy 'auto' or 'immediate'"
         )
-    unit_rows = _check_units(loss, hidden, inputs)
+    unit_rows = check_units(loss, hidden, inputs)
     if token_statistics is None or token_statistics:
         check_statistics("token_statistics", token_statistics, KNOWN)
     names = tuple(dict.fromkeys((*loss.statistics, *token_statistics)))
@@ -198,7 +96,7 @@ def run_loss(
     scored = None if torch.compiler.is_compiling() else call.scored_tokens().to(hidden.device)
     mask = call.target_tensor() != ignore_index if scored is None else scored.mask
     inputs = prepared_inputs(loss, mask, inputs)
-    _check_inputs(loss, hidden, inputs, unit_rows)
+    check_inputs(loss, hidden, inputs, unit_rows)
     fixed = not any(value.requires_grad for value in inputs.values())
     if strategy == "immediate" and not fixed:
         raise ValueError("strategy: got 'immediate' while one of inputs requires a gradient, which only a deferred "
@@ -230,39 +128,6 @@ def _joined(metrics: dict[str, Tensor], reported: dict[str, Tensor]) -> dict[str
     if both:
         raise ValueError(f"token_statistics: got {', '.join(both)}, which the loss returns as metrics of its own")
     return metrics | reported
-
-
-def _check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
-    """Rows of one unit."""
-    rows, unit_rows = hidden.shape[0], rows_per_unit(loss)
-    if rows % unit_rows:
-        raise ValueError(
-            f"hidden: got {rows} rows for a loss over units of {unit_rows}, expected a multiple of {unit_rows}: the "
-            "first rows of all units, then their second rows, and so on (pairs: chosen, then rejected)"
-        )
-    for name, value in inputs.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
-        check_whole(f"inputs[{name!r}]", value)
-    check_constants(loss, inputs)
-    return unit_rows
-
-
-def _check_inputs(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor], unit_rows: int) -> None:
-    rows, length = hidden.shape[:2]
-    for name, value in inputs.items():
-        if value.dim() == 0:  # of the batch, not of its rows
-            continue
-        if loss.separability == "token":
-            if value.shape[:2] != (rows, length):
-                raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
-            continue
-        firsts = {"pair": (rows, rows // unit_rows), "batch": (rows, rows // 2)}.get(loss.separability, (rows,))
-        if value.shape[0] not in firsts:
-            raise ValueError(
-                f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "
-                + " or ".join(map(str, firsts))
-            )
 
 
 def _plan(

@@ -12,7 +12,8 @@ from torch import Tensor
 from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
 from .._weighting import divided, divisor, weighted
 from ..kernels import DISTILLATION, Divergence
-from .calls import prepare, run_loss, token_values
+from .call import prepare
+from .calls import run_loss, token_values
 from .head import check_head
 from .head_tensors import HeadTensors, make_transform
 from .loss import check_statistics

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .._checks import check_constant
+from .._checks import check_constant, check_whole
 from ..kernels import DIFFERENTIABLE, DISTILLATION, STATISTICS
 from .tokens import SEPARABILITY
 
@@ -109,6 +109,22 @@ def rows_per_unit(loss: Loss) -> int:
     return rows
 
 
+def check_units(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor]) -> int:
+    """Rows of one unit; raises unless the rows come in whole units and the inputs are tensors."""
+    rows, unit_rows = hidden.shape[0], rows_per_unit(loss)
+    if rows % unit_rows:
+        raise ValueError(
+            f"hidden: got {rows} rows for a loss over units of {unit_rows}, expected a multiple of {unit_rows}: the "
+            "first rows of all units, then their second rows, and so on (pairs: chosen, then rejected)"
+        )
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"inputs[{name!r}]: got {type(value).__name__}, expected a torch.Tensor")
+        check_whole(f"inputs[{name!r}]", value)
+    check_constants(loss, inputs)
+    return unit_rows
+
+
 def prepared_inputs(loss: Loss, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs as the loss wants them cut into units."""
     prepare = getattr(loss, "prepare", None)
@@ -119,6 +135,24 @@ def check_constants(loss: Loss, inputs: Mapping[str, Tensor]) -> None:
     """Raise for an input that waits for a gradient which the loss has none for."""
     for name in getattr(loss, "constants", ()):
         check_constant(name, inputs.get(name))
+
+
+def check_inputs(loss: Loss, hidden: Tensor, inputs: Mapping[str, Tensor], unit_rows: int) -> None:
+    """Raise unless the prepared inputs can be cut into units as the hidden states are."""
+    rows, length = hidden.shape[:2]
+    for name, value in inputs.items():
+        if value.dim() == 0:  # of the batch, not of its rows
+            continue
+        if loss.separability == "token":
+            if value.shape[:2] != (rows, length):
+                raise ValueError(f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected [{rows}, {length}, ...]")
+            continue
+        firsts = {"pair": (rows, rows // unit_rows), "batch": (rows, rows // 2)}.get(loss.separability, (rows,))
+        if value.shape[0] not in firsts:
+            raise ValueError(
+                f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected a first dimension of "
+                + " or ".join(map(str, firsts))
+            )
 
 
 def check_differentiable(statistics: tuple[str, ...], asked: tuple[str, ...] | None) -> tuple[str, ...]:
