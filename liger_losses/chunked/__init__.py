@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..kernels import Divergence
 from .active import ActiveVocabularyReport, record_active_vocabulary
 from .api import fused_linear_loss, linear_logprobs
-from .distillation import DistillationLoss, fused_linear_distillation, linear_divergence
+from .distillation import fused_linear_distillation, linear_divergence
+from .distillation_loss import DistillationLoss
 from .logits import logit_statistics
 from .loss import Loss
 from .planner import plan

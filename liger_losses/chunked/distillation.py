@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import overload
 
-import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
-from .._weighting import divided, divisor, weighted
+from .._checks import check_count, check_float_tensor
 from ..kernels import DISTILLATION, Divergence
 from .call import prepare
 from .calls import run_loss, token_values
+from .distillation_loss import COUNT, WEIGHTS, DistillationLoss
 from .head import check_head
 from .head_tensors import HeadTensors, make_transform
 from .loss import check_statistics
@@ -21,10 +19,7 @@ from .planner import STRATEGIES
 from .teacher import Teacher, check_teacher, teacher_transform
 from .tokens import ScoredTokens
 
-_REPORT = (*DISTILLATION, "soft", "hard")
-_TERMS = {"soft": "divergence", "hard": "logprob"}  # and the statistic of each
 _STUDENT = ("student_hidden", "student_weight", "student_bias")
-_COUNT, _WEIGHTS = "num_items_in_batch", "token_weights"
 
 
 def _teacher(
@@ -192,73 +187,6 @@ def linear_divergence(
     return values["distillation"] if statistics is None else values
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistillationLoss:
-    """The token mean of `distillation` as a loss object of `fused_linear_loss`'s protocol.
-
-    `sum_t w_t distillation_t / max(1, scored tokens)`; divided by `num_items_in_batch` instead where that is given: the
-    count over all micro-batches and ranks of an optimiser step. `reduction="sum"` divides by nothing.
-
-    `fused_linear_distillation` is what calls it: the statistics need a teacher, which `fused_linear_loss` has none of.
-
-    Inputs: `token_weights` `w` `[R, T]`, which may require a gradient; a token of weight 0 contributes 0, whatever it
-        holds. `num_items_in_batch` without dimensions.
-    Metrics: by the names in `report`. Statistics, `"logprob"` under the name `nll`: plain means over the scored tokens,
-        whatever the weights, the reduction and the count. `"soft"` and `"hard"`: the terms of the loss, with its token
-        weights and its divisor, so that it is `soft_weight c soft + hard_weight hard`.
-    """
-
-    report: tuple[str, ...] = ("divergence",)
-    reduction: str = "mean"
-
-    separability = "token"
-    differentiable = ("distillation",)
-
-    def __post_init__(self) -> None:
-        check_choice("reduction", self.reduction, ("mean", "sum"))
-        if self.report not in ((), []):
-            check_statistics("report", self.report, _REPORT)
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("distillation", *(_TERMS.get(name, name) for name in self.report))))
-
-    def prepare(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_names("inputs", inputs, (_WEIGHTS, _COUNT))
-        if _WEIGHTS in inputs:
-            check_float_tensor(_WEIGHTS, inputs[_WEIGHTS], tuple(mask.shape))
-        if _COUNT in inputs:
-            check_divides(_COUNT, self.reduction)
-            check_count(_COUNT, inputs[_COUNT])
-        return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
-
-    def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        scored = mask.sum().clamp_min(1)
-        if self.reduction == "sum":
-            return {"count": torch.ones_like(scored), "scored": scored}
-        return {"count": divisor(inputs[_COUNT]) if _COUNT in inputs else scored, "scored": scored}
-
-    def __call__(
-        self, statistics: Mapping[str, Tensor], mask: Tensor, inputs: Mapping[str, Tensor], totals: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        def term(name: str) -> Tensor:
-            each = statistics[name].masked_fill(~mask, 0)
-            if _WEIGHTS in inputs:
-                each = weighted(each, inputs[_WEIGHTS], mask)
-            return divided(each.sum(), totals["count"])
-
-        metrics = {}
-        for name in self.report:
-            each = statistics[_TERMS.get(name, name)].detach()
-            mean = divided(each.masked_fill(~mask, 0).sum(), totals["scored"])
-            metrics[name] = term(_TERMS[name]).detach() if name in _TERMS else mean
-        if "logprob" in metrics:
-            metrics["nll"] = -metrics.pop("logprob")
-        if "hard" in metrics:
-            metrics["hard"] = -metrics["hard"]
-        return term("distillation"), metrics
-
-
 def fused_linear_distillation(
     student_hidden: Tensor,  # [R, T, H] or [N, H]
     student_weight: Tensor,  # [V, H]
@@ -335,10 +263,10 @@ def fused_linear_distillation(
                          "expected others, or a report without")  # fmt: skip
     inputs = {}
     if token_weights is not None:
-        check_float_tensor(_WEIGHTS, token_weights, tuple(target.shape))
-        inputs[_WEIGHTS] = token_weights
+        check_float_tensor(WEIGHTS, token_weights, tuple(target.shape))
+        inputs[WEIGHTS] = token_weights
     if num_items_in_batch is not None:
-        inputs[_COUNT] = check_count(_COUNT, num_items_in_batch)
+        inputs[COUNT] = check_count(COUNT, num_items_in_batch)
     shape = target.shape
     if len(shape) == 1 and isinstance(student_hidden, Tensor) and student_hidden.dim() == 2:
         # One row of all tokens, checked before for messages about what the caller gave.
@@ -346,7 +274,7 @@ def fused_linear_distillation(
         check_teacher(teacher, shape, student_hidden.device)
         student_hidden = student_hidden.unsqueeze(0)
         target = target.as_row() if isinstance(target, ScoredTokens) else target.unsqueeze(0)
-        inputs = {name: value.unsqueeze(0) if name == _WEIGHTS else value for name, value in inputs.items()}
+        inputs = {name: value.unsqueeze(0) if name == WEIGHTS else value for name, value in inputs.items()}
         hidden, logits = (None if t is None else t.unsqueeze(0) for t in (teacher.hidden, teacher.logits))
         teacher = replace(teacher, hidden=hidden, logits=logits)
     value, metrics = run_loss(
