@@ -81,10 +81,18 @@ class ScoredTokens:
 
         On an accelerator such a token's log-probability is NaN instead: nothing is trained on it unnoticed.
         """
+        seen = self.outside(vocab_size)
+        if seen is not None:
+            raise _out_of_range(name, seen, vocab_size, self.ignore_index)
+
+    def outside(self, vocab_size: int) -> str | None:
+        """A scored target that `check_range` would refuse, and where it is, in words."""
         if self._in_range is not None and vocab_size >= self._in_range:
-            return
-        check_range(self._target, self._mask, vocab_size, self.ignore_index, name)
-        self._in_range = vocab_size
+            return None
+        seen = _outside(self._target, self._mask, vocab_size)
+        if seen is None:
+            self._in_range = vocab_size
+        return seen
 
     def to(self, device: torch.device) -> ScoredOnDevice:
         """Targets, mask and the positions of scored tokens on `device`, without a synchronisation."""
@@ -113,19 +121,26 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def check_range(target: Tensor, mask: Tensor, vocab_size: int, ignore_index: int, name: str = "target") -> None:
+def check_range(target: Tensor, mask: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for a scored target outside `[0, vocab_size)`, if the target can be read without waiting."""
+    seen = _outside(target, mask, vocab_size)
+    if seen is not None:
+        raise _out_of_range("target", seen, vocab_size, ignore_index)
+
+
+def _outside(target: Tensor, mask: Tensor, vocab_size: int) -> str | None:
     if target.device.type != "cpu":
-        return
+        return None
     wrong = mask & ((target < 0) | (target >= vocab_size))
-    if bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
-        names = {1: "position {}", 2: "row {}, position {}"}.get(len(place), "index {}")
-        where = names.format(*(place if len(place) <= 2 else (place,)))
-        raise ValueError(
-            f"{name}: got {int(target[place])} at {where}; expected a class in [0, {vocab_size}) or "
-            f"ignore_index={ignore_index}"
-        )
+    if not bool(wrong.any()):
+        return None
+    place = tuple(wrong.nonzero()[0].tolist())
+    names = {1: "position {}", 2: "row {}, position {}"}.get(len(place), "index {}")
+    return f"{int(target[place])} at " + names.format(*(place if len(place) <= 2 else (place,)))
+
+
+def _out_of_range(name: str, seen: str, vocab_size: int, ignore_index: int) -> ValueError:
+    return ValueError(f"{name}: got {seen}; expected a class in [0, {vocab_size}) or ignore_index={ignore_index}")
 
 
 def check_ignore_index(ignore_index: int) -> None:

@@ -143,14 +143,12 @@ class Reference:
         """Raise for targets that the reference has no column for; it may have fewer, or more, than the policy."""
         if self.weight is None or len(self.weight) >= policy:
             return
-        try:
-            target.check_range(len(self.weight))
-        except ValueError as error:
-            seen = str(error).partition(": got ")[2].partition(";")[0]
+        seen = target.outside(len(self.weight))
+        if seen is not None:
             raise ValueError(
                 f"ref_weight: got {len(self.weight)} rows beside the {policy} of {policy_name}, expected one for every "
                 f"target, among which is {seen}"
-            ) from None
+            )
 
 
 NO_REFERENCE = Reference()
