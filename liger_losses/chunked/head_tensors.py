@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import FP32_RANGE, check_constant, check_fp32_range, check_whole
+from .._checks import FP32_RANGE, check_constant, check_float_tensor, check_fp32_range
 from ..kernels import DIFFERENTIABLE, DISTILLATION, INVALID_POSITIVE, STATISTICS, LogitTransform
 from .teacher import Teacher, check_teacher
 from .tokens import check_integer, upload
@@ -82,7 +82,8 @@ def check_head_tensors(
         ("column_weights", columns, (vocab_size,)),
     ):
         if tensor is not None:
-            _check_floats(name, tensor, expected)
+            check_float_tensor(name, tensor, expected)
+            check_constant(name, tensor)
     if temperature is not None:
         temperature = _checked_temperature(temperature, target, ignore_index)
     if columns is not None and "mean_logprob" not in names:
@@ -113,16 +114,6 @@ def check_differentiable_beside(teacher: Teacher | None, differentiable: tuple[s
         raise ValueError(
             f"loss.differentiable: got {wrong} beside a teacher, expected ('distillation',), which alone has a gradient"
         )
-
-
-def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        seen = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
-    check_whole(name, tensor)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-    check_constant(name, tensor)
 
 
 def _checked_temperature(temperature: Tensor, target: Tensor, ignore_index: int) -> Tensor:

@@ -158,7 +158,7 @@ def test_compiles_into_one_graph() -> None:
         ({"target": torch.full((3, 5), 9)}, ValueError, "target: got 9 at row 0, position 0; expected a class in [0, 9)"),
         ({"statistics": ("perplexity",)}, ValueError, "statistics: got unknown ['perplexity']"),
         ({"differentiable": ("entropy",)}, ValueError, "differentiable: got ['entropy'], expected names out of"),
-        ({"temperature": torch.ones(3)}, ValueError, "temperature: got shape (3,), expected (3, 5)"),
+        ({"temperature": torch.ones(3)}, ValueError, "temperature: got shape [3], expected [3, 5]"),
         ({"temperature": 0.0}, ValueError, "temperature: got 0.0"),
         ({"column_weights": torch.ones(9)}, ValueError, "column_weights: got a tensor, expected None"),
         ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),

@@ -173,7 +173,7 @@ HIDDEN, WEIGHT, IDS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, 2, dt
         ({"ids": IDS + 5}, ValueError, r"ids: got 5, expected -100 or an id in \[0, 5\)"),
         ({"ids": IDS - 1}, ValueError, r"ids: got -1, expected -100 or an id in \[0, 5\)"),
         ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number > 0"),
-        ({"temperature": torch.ones(2)}, ValueError, r"temperature: got shape \(2,\), expected \(3,\)"),
+        ({"temperature": torch.ones(2)}, ValueError, r"temperature: got shape \[2\], expected \[3\]"),
         ({"strategy": "cached"}, ValueError, "^strategy: got 'cached', expected one of auto, recompute, frozen"),
         ({"memory_budget": -1}, ValueError, "memory_budget: got -1"),
     ],
