@@ -137,11 +137,17 @@ def check_shape(name: str, value: Tensor, *shapes: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: got shape {list(value.shape)}, expected {expected}")
 
 
-def check_mask(mask: object, logprobs: Tensor) -> None:
+def check_scored(mask: object, *shapes: tuple[int, ...]) -> None:
+    """Raise unless `mask` is a boolean tensor of one of `shapes` (any, when none is named)."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask: got {seen}, expected a torch.bool tensor, True where the token is scored")
-    check_whole("mask", mask)
+    check_shape("mask", mask, *shapes)
+
+
+def check_mask(mask: Tensor, logprobs: Tensor) -> None:
+    """Raise unless `mask` says of each of the log-probabilities `[rows, tokens]` whether it is scored."""
+    check_scored(mask)
     check_whole("logprobs", logprobs)
     if mask.dim() != 2 or mask.shape != logprobs.shape:
         raise ValueError(

@@ -15,9 +15,9 @@ from .._checks import (
     check_float_tensor,
     check_fp32_range,
     check_number,
+    check_scored,
     check_shared,
     check_temperature,
-    check_whole,
 )
 from ..kernels import check_of_logits
 from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, probability_times
@@ -171,16 +171,7 @@ def check_pair(
         expected = list(student.shape) if same_size else [*student.shape[:-1], "V"]
         raise ValueError(f"{names[1]}: got shape {list(teacher.shape)}, expected {expected}")
     if mask is not None:
-        check_row_mask(mask, student.shape[:-1])
-
-
-def check_row_mask(mask: object, shape: torch.Size) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask: got {seen}, expected a torch.bool tensor, True where the token is scored")
-    check_whole("mask", mask)
-    if mask.shape != shape:
-        raise ValueError(f"mask: got shape {list(mask.shape)}, expected {list(shape)}")
+        check_scored(mask, tuple(student.shape[:-1]))
 
 
 def scored_rows(student: Tensor, teacher: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names
+from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names, check_scored
 from .._weighting import divided, divisor, weighted
-from .divergence import check_divergence, check_pair, check_row_mask, not_negative, scored_rows
+from .divergence import check_divergence, check_pair, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
 from .policy_terms import KL_ESTIMATORS
 
@@ -133,7 +133,7 @@ def sampled_kl(
     check_float_tensor("teacher_logprobs", teacher_logprobs, tuple(student_logprobs.shape))
     difference = student_logprobs - teacher_logprobs.detach().to(student_logprobs.dtype)
     if mask is not None:
-        check_row_mask(mask, student_logprobs.shape)
+        check_scored(mask, tuple(student_logprobs.shape))
         difference = difference.masked_fill(~mask, 0)
     return KL_ESTIMATORS[estimator](difference)
 
