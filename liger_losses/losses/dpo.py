@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_flag, check_float_tensor, check_number
+from .._checks import check_flag, check_float_tensor, check_names, check_number
 from .pairs import chosen_response_nll, pair_metrics, pair_totals, split_pairs
 from .preference import DPOObjective
 from .sequence import alignment_weights, length_desensitized_logprobs, sequence_lengths, sequence_logprobs
@@ -85,9 +85,7 @@ class DPOLoss(DPOObjective):
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         totals = pair_totals(mask)
         shapes = {"ref_logprobs": tuple(mask.shape), "ref_logps": (mask.shape[0],)}
-        unknown = sorted(set(inputs) - set(shapes))
-        if unknown:
-            raise ValueError(f"inputs: got {', '.join(unknown)}, expected {' or '.join(shapes)} with DPOLoss")
+        check_names("inputs", inputs, tuple(shapes))
         if len(inputs) != (0 if self.reference_free else 1):
             expected = "none with reference_free=True" if self.reference_free else "one of ref_logprobs, ref_logps"
             raise ValueError(f"inputs: got {' and '.join(sorted(inputs)) or 'no reference'}, expected {expected}")

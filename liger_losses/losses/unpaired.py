@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape
+from .._checks import check_choice, check_flag, check_float_tensor, check_names, check_number, check_shape
 from .sequence import sequence_logprobs
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
@@ -179,13 +179,8 @@ class UnpairedLoss:
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rows, given = mask.shape[0], set(inputs)
         references = {"ref_logprobs": tuple(mask.shape), "ref_logps": (rows,)}
-        own = set(self._own_inputs())
-        unknown = sorted(given - own - set(references) - {"labels"})
-        if unknown:
-            raise ValueError(
-                f"inputs: got {', '.join(unknown)}, expected labels, {' or '.join(references)}"
-                f"{''.join(f', {name}' for name in self._own_inputs())} with {type(self).__name__}"
-            )
+        own = self._own_inputs()
+        check_names("inputs", inputs, ("labels", *references, *own))
         if "labels" not in given:
             raise ValueError(f"inputs: got no labels, expected labels [{rows}]")
         found = sorted(given & set(references))
@@ -195,7 +190,7 @@ class UnpairedLoss:
         check_labels("labels", inputs["labels"], rows)
         for name in found:
             check_float_tensor(name, inputs[name], references[name])
-        for name in sorted(given & own):
+        for name in sorted(given & set(own)):
             self._check_own(name, inputs[name], rows)
         return {"rows": torch.full((), max(rows, 1), dtype=torch.int64, device=mask.device)}
 

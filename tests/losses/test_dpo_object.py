@@ -241,7 +241,7 @@ def test_bad_inputs() -> None:
         loss.totals(mask, {"ref_logprobs": logprobs, "ref_logps": logps})
     with pytest.raises(ValueError, match="inputs: got ref_logps, expected none with reference_free=True"):
         DPOLoss(reference_free=True).totals(mask, {"ref_logps": logps})
-    with pytest.raises(ValueError, match="inputs: got advantages, expected ref_logprobs or ref_logps"):
+    with pytest.raises(ValueError, match="inputs: got advantages, expected names out of ref_logprobs, ref_logps"):
         loss.totals(mask, {"advantages": logps})
     with pytest.raises(ValueError, match=r"ref_logps: got shape \[4, 1\], expected \[4\]"):
         loss.totals(mask, {"ref_logps": logps[:, None]})

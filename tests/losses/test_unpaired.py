@@ -351,7 +351,7 @@ REFERENCE = {"ref_logps": LOGPS}
         (KTOLoss(reference_free=True), {"labels": THREE, **REFERENCE}, ValueError,
          "inputs: got ref_logps, expected none with reference_free=True"),
         (KTOLoss(), {"labels": THREE, **REFERENCE, "shift": LOGPS}, ValueError,
-         "inputs: got shift, expected labels, ref_logprobs or ref_logps, kl with KTOLoss"),
+         "inputs: got shift, expected names out of labels, ref_logprobs, ref_logps, kl"),
         (KTOLoss(), {"labels": THREE[:2], **REFERENCE}, ValueError, "labels: got shape [2], expected [3]"),
         (KTOLoss(), {"labels": THREE, "ref_logprobs": LOGPS}, ValueError, "ref_logprobs: got shape [3], expected [3, 7]"),
         (KTOLoss(), {"labels": THREE, **REFERENCE, "kl": LOGPS[:2]}, ValueError, "kl: got shape [2]"),
