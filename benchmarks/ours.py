@@ -118,7 +118,7 @@ def predicted_extra(options: dict[str, Any], case: Case, memory_budget: int | No
         teacher_hidden_size=case.teacher.hidden if case.teacher else None,
         memory_budget=memory_budget,
         **options,
-    ).predicted_peak
+    ).workspace
 
 
 def minimum_budget(extra: Mapping[str, int]) -> int:

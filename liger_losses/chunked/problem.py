@@ -144,17 +144,12 @@ class Plan:
     logit_rows: int  # rows projected at a time
     vocab_block: int  # columns a block, for "recompute"
     gemms: float
-    workspace: int  # bytes
+    workspace: int  # bytes: the predicted peak beyond inputs and returned gradients
     budget: int  # bytes
     groups: int = 1
     forward_columns: int = 0  # columns a tile of a walk without gradients; 0 or all of them: whole rows
     cache_bytes: int = 0  # of tiles' active columns, at most, that are kept until the row factor is known
     whole_cache: bool = False  # with an active vocabulary: whether there is room to keep all of `G`
-
-    @property
-    def predicted_peak(self) -> int:
-        """Workspace in bytes: the peak beyond inputs and returned gradients."""
-        return self.workspace
 
     def explain(self) -> str:
         """The decision in words, for people and bug reports."""

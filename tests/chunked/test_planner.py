@@ -81,7 +81,6 @@ def test_what_a_large_call_does() -> None:
                      "16-bit products", f"{found.workspace / 2**20:,.1f} MiB predicted"):  # fmt: skip
         assert expected in text
     assert found.gemms >= 3
-    assert found.predicted_peak == found.workspace
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
