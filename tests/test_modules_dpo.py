@@ -243,7 +243,7 @@ def test_nothing_of_the_callers_is_written() -> None:
 
 def test_counts_read_ahead() -> None:
     case, module = make_case(), LigerFusedLinearDPOLoss()
-    tokens = ScoredTokens.start(case.target)
+    tokens = ScoredTokens(case.target)
     arguments = (case.weight, case.hidden, tokens, *case.arguments[3:])
     torch.testing.assert_close(module(*arguments), module(*case.arguments))
 

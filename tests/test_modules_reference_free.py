@@ -189,7 +189,7 @@ def test_compiled_has_no_effect_and_counts_may_be_read_ahead() -> None:
     case = make_case(rows=6, vocab=37)
     expected = CPO()(*arguments(case))
     torch.testing.assert_close(CPO(compiled=False)(*arguments(case)), expected, rtol=0, atol=0)
-    tokens = ScoredTokens.start(case.target)
+    tokens = ScoredTokens(case.target)
     torch.testing.assert_close(CPO()(case.weight, case.hidden, tokens, case.bias), expected)
 
 
@@ -272,7 +272,7 @@ def test_nll_target(kind: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -
     for index in (0, 1, 2, 3, 5, 6, 7, 8):
         torch.testing.assert_close(outputs[index], plain[index])
     assert torch.equal(nll_target, before)
-    ahead = module(case.weight, case.hidden, ScoredTokens.start(case.target), case.bias, nll_target)
+    ahead = module(case.weight, case.hidden, ScoredTokens(case.target), case.bias, nll_target)
     torch.testing.assert_close(ahead, (value, outputs))
 
 

@@ -275,7 +275,7 @@ def test_compiles_into_one_graph(module_type: type) -> None:
 @pytest.mark.parametrize("module_type", [LigerFusedLinearKTOLoss, LigerFusedLinearBCOLoss])
 def test_counts_read_ahead(module_type: type) -> None:
     case, module = make_case(), module_type(use_ref_model=True).eval()
-    arguments = (*case.arguments[:2], ScoredTokens.start(case.target), *case.arguments[3:])
+    arguments = (*case.arguments[:2], ScoredTokens(case.target), *case.arguments[3:])
     torch.testing.assert_close(module(*arguments), module(*case.arguments))
 
 

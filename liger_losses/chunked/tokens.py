@@ -19,12 +19,12 @@ SEPARABILITY = ("token", "sequence", "pair", "batch")
 
 
 class ScoredTokens:
-    """Targets of shape `[R, T]`, and the positions among them that are scored (`!= ignore_index`).
+    """Targets `[R, T]` (of any other shape: one row), and the positions that are scored (`!= ignore_index`).
 
     Only scored positions are projected, so the host must know how many there are. For targets on the CPU that is
     free and nothing synchronises later. For targets on an accelerator the counts travel to the host asynchronously
-    from the moment of construction: build this before the backbone runs (`ScoredTokens.start`) and reading them later
-    waits for nothing; built at the time of the loss, it waits once, for the work queued so far.
+    from the moment of construction: build this before the backbone runs and reading them later waits for nothing;
+    built at the time of the loss, it waits once, for the work queued so far.
     """
 
     def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
@@ -47,11 +47,6 @@ class ScoredTokens:
             self._event.record(torch.cuda.current_stream(counts.device))
         else:
             self._counts = counts
-
-    @classmethod
-    def start(cls, target: Tensor, ignore_index: int = -100) -> ScoredTokens:
-        """Begin reading the counts of `target` (any shape; 2-D is `[rows, tokens]`)."""
-        return cls(target, ignore_index)
 
     def as_row(self) -> ScoredTokens:
         """The same, of shape `[1, N]` where it was `[N]`."""

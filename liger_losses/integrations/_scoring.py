@@ -82,7 +82,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
     device = linear.linear.weight.device
     target = (labels[:, 1:] if shift_labels is None else shift_labels).to(device)
     # Counting the scored tokens needs the host: started before the backbone, it is known when the head is reached.
-    scored = ScoredTokens.start(target, ignore_index)
+    scored = ScoredTokens(target, ignore_index)
     backbone = backbone_of(model)(**inputs)
     hidden = backbone.last_hidden_state.to(device)
 

@@ -214,7 +214,7 @@ def fused_loss(
     reference.check(use_ref_model, target.shape, target_name)
     if isinstance(target, Tensor) and not torch.compiler.is_compiling():
         # Read once for both heads: on an accelerator each reading waits for the work queued so far.
-        target = ScoredTokens.start(target, options.ignore_index)
+        target = ScoredTokens(target, options.ignore_index)
     if isinstance(target, ScoredTokens):
         target.check_range(len(weight), target_name)
         reference.check_range(target, len(weight), names[1])

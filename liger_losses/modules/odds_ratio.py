@@ -121,7 +121,7 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
         nll = nll_target[:pairs]
         if not torch.compiler.is_compiling():
             # Counts and comparison travel together: one wait for both.
-            union = ScoredTokens.start(torch.cat([nll, labels[pairs:]]), ignore)
+            union = ScoredTokens(torch.cat([nll, labels[pairs:]]), ignore)
             covered = (labels[:pairs] == ignore) | (labels[:pairs] == nll)
             if bool(covered.all()):
                 mask = (labels != ignore).to(hidden.device, non_blocking=True)

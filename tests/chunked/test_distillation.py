@@ -295,7 +295,7 @@ def test_flat_tokens_and_scored_tokens() -> None:
     want, _ = fused_linear_distillation(*pair.case.head, **pair.teacher())
     teacher = pair.teacher() | {"teacher_hidden": pair.hidden[0]}
     weights = torch.ones(50, dtype=torch.float64)
-    for flat in (target[0], ScoredTokens.start(target[0])):
+    for flat in (target[0], ScoredTokens(target[0])):
         value, metrics = fused_linear_distillation(
             hidden[0], weight, flat, bias, **teacher, token_weights=weights, token_statistics=("entropy",)
         )

@@ -186,7 +186,7 @@ def test_inputs_receive_gradients_from_deferred_strategies(strategy: str) -> Non
 def test_scored_tokens_and_targets_of_other_dtypes() -> None:
     loss, case = ToyLoss("pair", LOGPROB), make_case()
     inputs = loss_inputs(loss, case)
-    for target in (ScoredTokens.start(case.target), case.target.int(), case.target.short()):
+    for target in (ScoredTokens(case.target), case.target.int(), case.target.short()):
         got = fused_linear_loss(loss, case.hidden, case.weight, target, case.bias, inputs=inputs)
         check_loss(got, loss, case, inputs)
 

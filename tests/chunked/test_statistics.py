@@ -173,7 +173,7 @@ def test_target_dtypes(kind: torch.dtype) -> None:
 
 def test_scored_tokens_stand_for_their_target() -> None:
     case = make_case()
-    scored = ScoredTokens.start(case.target)
+    scored = ScoredTokens(case.target)
     want = linear_logprobs(*case.head)
     for _ in range(2):  # read once, used twice
         assert torch.equal(linear_logprobs(case.hidden, case.weight, scored, case.bias), want)

@@ -137,7 +137,7 @@ def test_a_loss_does_not_wait(strategy: str, loss: ToyLoss, scored: str) -> None
         return
     for dtype in (BF16, torch.float16):
         case = make_case(4, 60, 64, 1003, dtype, device="cuda", scored=scored)
-        for target in (case.target.cpu(), ScoredTokens.start(case.target)):
+        for target in (case.target.cpu(), ScoredTokens(case.target)):
             check_asynchronous(
                 lambda: fused_linear_loss(loss, case.hidden, case.weight, target, case.bias, strategy=strategy)[0]  # noqa: B023
             )
