@@ -21,7 +21,7 @@ from liger_losses.chunked import Divergence, linear_divergence
 from liger_losses.integrations._linear_logits import LinearLogits, WithLinearLogits, divergence
 from liger_losses.integrations._recipe import Recipe, reads_logits_refused
 from liger_losses.integrations._scored_logits import IGNORE_INDEX, with_globals
-from liger_losses.integrations._scoring import FusedHead
+from liger_losses.integrations._scoring import FusedHeadReport
 
 Method = Callable[..., Any]
 
@@ -37,7 +37,7 @@ def _teacher_answering(trainer: Any, scored: Tensor) -> Iterator[None]:
         trainer.teacher_model = teacher
 
 
-def _two_logits(trainer: Any, head: FusedHead) -> dict[str, Method]:
+def _two_logits(trainer: Any, head: FusedHeadReport) -> dict[str, Method]:
     """For a trainer that calls both models on `inputs` in `compute_loss` and masks by their labels."""
     own, own_step = type(trainer).compute_loss, type(trainer).prediction_step
     signature = inspect.signature(own)
@@ -133,7 +133,7 @@ def _self_distillation_loss_of(trainer: Any) -> Method:
     return compute_self_distillation_loss
 
 
-def _self_distillation(trainer: Any, head: FusedHead) -> dict[str, Method]:
+def _self_distillation(trainer: Any, head: FusedHeadReport) -> dict[str, Method]:
     return {
         "_forward_logits": _forward_logits_of(trainer),
         "_compute_self_distillation_loss": _self_distillation_loss_of(trainer),
@@ -143,7 +143,7 @@ def _self_distillation(trainer: Any, head: FusedHead) -> dict[str, Method]:
 class _ChunkedDivergence:
     """In the place of TRL's autograd function of that name, which calls it by `apply`."""
 
-    def __init__(self, head: FusedHead) -> None:
+    def __init__(self, head: FusedHeadReport) -> None:
         self._head = head
 
     def apply(
@@ -165,7 +165,7 @@ class _ChunkedDivergence:
 _LOSS, _FUNCTION = "_chunked_divergence_loss", "ChunkedDivergenceFunction"
 
 
-def _chunked_divergence(trainer: Any, head: FusedHead) -> dict[str, Method]:
+def _chunked_divergence(trainer: Any, head: FusedHeadReport) -> dict[str, Method]:
     own = type(trainer)._compute_loss
     # Only the scored positions, as TRL has it where its kernel runs in Triton.
     names = {_FUNCTION: _ChunkedDivergence(head), "_use_triton": lambda device: True}

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_losses.chunked import Divergence, linear_divergence, linear_logprobs, linear_topk_logprobs
 from liger_losses.integrations._head import backbone_of, output_head
 from liger_losses.integrations._scored_logits import IGNORE_INDEX, positions_of
-from liger_losses.integrations._scoring import FusedHead, backbone_inputs
+from liger_losses.integrations._scoring import FusedHeadReport, backbone_inputs
 
 _TILE = 64 * 2**20  # bytes of logits at a time in which the likeliest tokens are looked for, without a budget
 
@@ -37,7 +37,7 @@ class LinearLogits:
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     scored: Tensor  # [*] bool
-    head: FusedHead
+    head: FusedHeadReport
     autocast: torch.dtype | None  # in which the model's forward ran
     temperature: float = 1.0
     beta: float | None = None  # of the divergence that F.kl_div is to give; None: the KL that it is asked for
@@ -246,7 +246,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def linear_logits(model: Any, head: FusedHead, inputs: dict[str, Any]) -> LinearLogits:
+def linear_logits(model: Any, head: FusedHeadReport, inputs: dict[str, Any]) -> LinearLogits:
     """What `model(linear_logits=True)` answers: its logits at every position, not multiplied out."""
     linear = output_head(model)
     hidden = backbone_of(model)(**backbone_inputs(model, head, inputs)).last_hidden_state.to(

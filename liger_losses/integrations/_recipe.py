@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_losses.integrations._scoring import FusedHead
+from liger_losses.integrations._scoring import FusedHeadReport
 
 Labels = Callable[[Tensor], Tensor]  # input ids [B, T] -> labels [B, T], not shifted
 
@@ -43,7 +43,7 @@ class Recipe:
     teacher: str | None = None
     linear: bool = False
     products: Callable[[Any, int], tuple[int, int, int]] | None = None
-    overrides: Callable[[Any, FusedHead], dict[str, Callable[..., Any]]] = lambda trainer, head: {}
+    overrides: Callable[[Any, FusedHeadReport], dict[str, Callable[..., Any]]] = lambda trainer, head: {}
     labels: dict[str, Callable[[Any, dict[str, Any]], Labels | None]] = field(default_factory=dict)
     readers: tuple[str, ...] = ()
     refused: Callable[[Any], str | None] = lambda trainer: None

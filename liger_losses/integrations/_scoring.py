@@ -29,7 +29,7 @@ DIFFERENTIABLE = ("log_probs", "entropy")
 
 
 @dataclass(frozen=True)
-class FusedHead:
+class FusedHeadReport:
     """What `fuse_head` put on a model."""
 
     model: str
@@ -67,7 +67,7 @@ class FusedHead:
         return f"{self.model}: {', '.join(facts)} ({verdict}); {', '.join(self.outputs)}"
 
 
-def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutput:
+def score(model: Any, head: FusedHeadReport, inputs: dict[str, Any]) -> FusedHeadOutput:
     """Per-token statistics and loss of the labels among `inputs`, which are those of the model's own forward."""
     labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     items = inputs.pop("num_items_in_batch", None)
@@ -131,7 +131,7 @@ def score(model: Any, head: FusedHead, inputs: dict[str, Any]) -> FusedHeadOutpu
     return answer_of(_cache_of(backbone, inputs), loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
-def backbone_inputs(model: Any, head: FusedHead, inputs: dict[str, Any]) -> dict[str, Any]:
+def backbone_inputs(model: Any, head: FusedHeadReport, inputs: dict[str, Any]) -> dict[str, Any]:
     """`inputs` as the backbone takes them; raises for what asks for another answer than the fused head's."""
     if (now := head_options(model.config)) != head.options:
         raise RuntimeError(f"the config of {head.model} says {now} of its logits, and said {head.options} when it was "
@@ -182,7 +182,7 @@ def refuse_other_answers(inputs: dict[str, Any], instead: str, *configs: Any) ->
 
 
 @torch.no_grad()
-def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: FusedHead) -> Tensor:
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: FusedHeadReport) -> Tensor:
     """Mean over the vocabulary of the logits at every position: linear in the head, so one product with its mean."""
     # Of a weight that is spread over ranks, its sum alone is gathered.
     mean = hidden.float() @ (gathered(weight.sum(dim=0, dtype=torch.float32)) / weight.shape[0])

@@ -27,7 +27,7 @@ from liger_losses.integrations._outputs import ModelOutput
 from liger_losses.integrations._scoring import (
     DIFFERENTIABLE,
     STATISTICS,
-    FusedHead,
+    FusedHeadReport,
     refuse_other_answers,
     score,
 )
@@ -35,8 +35,8 @@ from liger_losses.integrations._verify import verify_log_probs, verify_loss
 from liger_losses.integrations.layers import LayerReport, fuse_layers, unfuse_layers
 
 __all__ = [
-    "FusedHead",
     "FusedHeadOutput",
+    "FusedHeadReport",
     "FusedLossOutput",
     "LayerReport",
     "fuse_head",
@@ -81,7 +81,7 @@ class _Record:
     Kept on the model and read from it at each call, so that a deep copy of the model calls its own parts.
     """
 
-    head: FusedHead
+    head: FusedHeadReport
     beneath: Callable[..., Any] | None  # instance forward to call when unfused; None: the class's own
     forward: Callable[..., Any] | None  # instance attribute to put back; None: there was none
     original: Callable[..., Any] | None  # accelerate's _original_forward to put back; None: there was none
@@ -104,7 +104,7 @@ def fuse_head(
     fp32: bool = False,
     mean_logits_everywhere: bool = False,
     verify: bool = True,
-) -> FusedHead:
+) -> FusedHeadReport:
     """Let `model(..., labels=labels, fused_lm_head=True)` answer with per-token statistics and never build the logits.
 
     Without the keyword the model's forward is what it was, so generation and saving are unchanged. Only `forward` of
@@ -160,7 +160,7 @@ def fuse_head(
         raise RuntimeError("model is prepared by an accelerator; give accelerator=, or fuse before preparing it.")
     options = head_options(model.config)
     linear = output_head(model)
-    head = FusedHead(
+    head = FusedHeadReport(
         model=type(model).__name__,
         vocabulary=linear.shape[0],
         hidden=linear.shape[1],
@@ -196,7 +196,7 @@ def fuse_model(
     active_vocab: float | str | None = None,
     accelerator: Any = None,
     verify: bool = True,
-) -> FusedHead:
+) -> FusedHeadReport:
     """Let `model(..., labels=labels)` compute its causal-LM loss without the logits: for `transformers.Trainer`,
     accelerate loops and any other code that reads `.loss`.
 
@@ -240,7 +240,7 @@ def fuse_model(
     return _verified(model, accelerator, lambda: verify_loss(model)) if verify else head
 
 
-def _verified(model: Any, accelerator: Any, verify: Callable[[], bool]) -> FusedHead:
+def _verified(model: Any, accelerator: Any, verify: Callable[[], bool]) -> FusedHeadReport:
     """The model's head with the verdict of `verify` written down; the model unfused where that raises."""
     try:
         record: _Record = vars(model)[_RECORD]

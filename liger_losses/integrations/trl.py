@@ -19,7 +19,7 @@ from liger_losses._extras import require
 from liger_losses.integrations._recipe import Recipe
 from liger_losses.integrations._recipes import recipe_of
 from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
-from liger_losses.integrations.transformers import FusedHead, fuse_head, unfuse_head
+from liger_losses.integrations.transformers import FusedHeadReport, fuse_head, unfuse_head
 
 require("trl", "trl")  # whoever has no TRL is told so here, not with a trainer in hand
 _OLDEST, _BELOW = "1.15", "2"
@@ -52,14 +52,14 @@ class FuseReport:
     trainer: str
     trl: str
     full_logits_before: bool
-    policy: FusedHead
-    reference: FusedHead | None
+    policy: FusedHeadReport
+    reference: FusedHeadReport | None
     reference_pass: bool
     products_before: int
     products_after: int
     products_past_budget: int
     not_replaced: tuple[str, ...] = ()
-    teacher: FusedHead | None = None
+    teacher: FusedHeadReport | None = None
     self_taught: bool = False
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class FuseReport:
         return "the policy with its adapter off"
 
 
-def _folded(head: FusedHead) -> str:
+def _folded(head: FusedHeadReport) -> str:
     """What it answers below what it is: one line is wider than most terminals."""
     return str(head).replace("; ", ";\n             ", 1)
 
@@ -148,7 +148,7 @@ def fuse_trainer(
         unfuse_trainer(trainer)
     accelerator = trainer.accelerator
     models = _models_of(trainer, recipe)
-    fused: dict[str, FusedHead] = {}
+    fused: dict[str, FusedHeadReport] = {}
     try:
         for role, model in models.items():
             outputs = recipe.outputs(trainer) if role == "policy" else recipe.reference_outputs
@@ -213,7 +213,7 @@ def _models_of(trainer: Any, recipe: Recipe) -> dict[str, Any]:
     return models
 
 
-def _check_vocabularies(fused: dict[str, FusedHead]) -> None:
+def _check_vocabularies(fused: dict[str, FusedHeadReport]) -> None:
     policy, teacher = fused["policy"], fused.get("teacher")
     if teacher is not None and teacher.vocabulary != policy.vocabulary:
         raise ValueError(
@@ -222,7 +222,7 @@ def _check_vocabularies(fused: dict[str, FusedHead]) -> None:
         )
 
 
-def _methods_without_logits(trainer: Any, recipe: Recipe, head: FusedHead) -> dict[str, Callable[..., Any]]:
+def _methods_without_logits(trainer: Any, recipe: Recipe, head: FusedHeadReport) -> dict[str, Callable[..., Any]]:
     """The trainer's methods that read logits, as attributes of the instance, with models that do not build them."""
     kind = type(trainer)
     methods: dict[str, Callable[..., Any]] = recipe.overrides(trainer, head)
@@ -233,7 +233,7 @@ def _methods_without_logits(trainer: Any, recipe: Recipe, head: FusedHead) -> di
 
 
 def _method_without_logits(
-    trainer: Any, own: Any, labels_of: Callable[[Any, dict[str, Any]], Any], head: FusedHead
+    trainer: Any, own: Any, labels_of: Callable[[Any, dict[str, Any]], Any], head: FusedHeadReport
 ) -> Callable[..., Any]:
     ours, signature = reading_scored_logits(own), inspect.signature(own)
     scored_means_only = head.options["softcap"] is not None or not head.mean_logits_everywhere
@@ -250,7 +250,7 @@ def _method_without_logits(
     return method
 
 
-def _report(trainer: Any, recipe: Recipe, fused: dict[str, FusedHead], strategy: str) -> FuseReport:
+def _report(trainer: Any, recipe: Recipe, fused: dict[str, FusedHeadReport], strategy: str) -> FuseReport:
     policy = fused["policy"]
     scoring = recipe.scoring_passes(trainer)
     full_logits = bool(recipe.labels) or recipe.linear
