@@ -28,7 +28,8 @@ def default_budget(problem: Problem) -> int:
     With a trainable head: what a running fp32 sum of the head's gradient takes anyway, an fp32 `[N, H]`, and 256 MiB
     for tiles. Without: 1.1875 GiB, where larger tiles stop paying. For a second model: the logits of as many rows as
     run at the full rate, 64 MiB, and what a visit to a tile takes beside. With an active vocabulary: what its columns
-    take. Over ranks: wider sums of the hidden gradient.
+    take, and, as visits to logits are then a larger part of a step, 192 MiB for more of them at a time. Over ranks:
+    wider sums of the hidden gradient.
     """
     rows = min(FULL_RATE_ROWS, problem.tokens)
     room = problem.two_heads * (rows * problem.teacher_row_bytes + 64 * MIB) + problem.visit_bytes
@@ -37,7 +38,8 @@ def default_budget(problem: Problem) -> int:
     if not problem.weight_grad:
         return 1216 * MIB + room
     accumulator = problem.vocab_size * problem.hidden_size * problem.statistics_bytes
-    return accumulator + problem.tokens * problem.hidden_size * 4 + 256 * MIB + room
+    tiles = (256 + 192 * problem.active) * MIB
+    return accumulator + problem.tokens * problem.hidden_size * 4 + tiles + room
 
 
 def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:
