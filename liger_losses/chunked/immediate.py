@@ -16,7 +16,7 @@ from .active import TileGradient, Weighed
 from .hidden_gradient import HiddenGradient, HiddenSums, finish_hidden_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
 from .tile import Coefficients
-from .tokens import Ranges, UnitGroup, group_units, split_ranges
+from .tokens import Ranges, UnitGroup, group_units
 from .walk import State, TileWalk
 from .weight_gradient import WeightGradient, WeightSums, finish_weight_gradient
 
@@ -155,7 +155,7 @@ class ImmediateFunction(torch.autograd.Function):
         if walk.plan.whole_cache and call.loss.separability == "token":
             groups = _decided_early(groups, walk.plan.logit_rows)
         for group, following in zip(groups, [*groups[1:], None], strict=True):
-            first = None if following is None else split_ranges(following.tokens, walk.plan.tile_rows)[0]
+            first = None if following is None else following.tiles(walk.plan.tile_rows)[0]
             one = _Group(walk, group, tiles, product, total, first)
             coefficients = one.evaluate()
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
@@ -215,7 +215,7 @@ class _Group:
     ) -> None:
         self._walk, self._group, self._tiles = walk, group, tiles
         self._product, self._total, self._following = product, total, following
-        self._pieces = split_ranges(group.tokens, walk.plan.tile_rows)
+        self._pieces = group.tiles(walk.plan.tile_rows)
         sizes = [sum(stop - start for start, stop in piece) for piece in self._pieces]
         stops = list(itertools.accumulate(sizes))
         self._rows = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from .active import CROSSOVER
 from .problem import Plan, Problem
-from .tokens import group_units, unit_sizes
+from .tokens import group_units, streamed, unit_sizes
 
 ROW_BLOCK = 128
 VOCAB_BLOCK = 128
@@ -231,7 +231,7 @@ def _immediate_with(p: Problem, budget: int, logit_rows: int) -> Plan:
     rows = _round_rows(min(capacity, -(-largest // ROW_BLOCK) * ROW_BLOCK), p)
     if p.active and largest > rows > logit_rows:
         rows -= rows % logit_rows  # whole projections: every tile of a unit is one of many
-    again = sum(_streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
+    again = sum(streamed(group.count, rows) for group in groups) if p.weight_grad or p.bias_grad else 0
     once = 1.0 + p.teacher_gemms
     gemms = once + p.hidden_grad + p.weight_grad + once * again / max(1, p.tokens)
     logit_rows = min(rows, logit_rows)
@@ -257,11 +257,6 @@ def _even(tokens: int, capacity: int, logit_rows: int) -> int:
     each = -(-tokens // -(-max(tokens, 1) // capacity))
     sizes = (-(-each // step) * step for step in (logit_rows, _FULL_RATE_STEP, ROW_BLOCK))
     return next((rows for rows in sizes if 0 < rows <= capacity), capacity)
-
-
-def _streamed(count: int, rows: int) -> int:
-    """Tokens of a group that are projected again: all but its last tile."""
-    return 0 if count <= rows else (count - 1) // rows * rows
 
 
 def _rows_or_one(p: Problem) -> tuple[int, ...]:

@@ -214,17 +214,26 @@ class ScoredOnDevice:
 
 def split_ranges(ranges: Ranges, rows: int) -> list[Ranges]:
     """Cut compact `ranges`, laid end to end, into pieces of at most `rows` tokens (at least one piece)."""
-    pieces: list[list[tuple[int, int]]] = [[]]
-    room = rows
-    for start, stop in ranges:
-        while start < stop:
-            if room == 0:
-                pieces.append([])
-                room = rows
-            taken = min(room, stop - start)
-            pieces[-1].append((start, start + taken))
-            start, room = start + taken, room - taken
-    return [tuple(piece) or ((0, 0),) for piece in pieces]
+    count = sum(stop - start for start, stop in ranges)
+    return _cut(ranges, [min(rows, count - start) for start in range(0, max(count, 1), rows)])
+
+
+def _cut(ranges: Ranges, sizes: list[int]) -> list[Ranges]:
+    """Compact `ranges`, laid end to end, in pieces of `sizes` tokens, which are as many as they have."""
+    pieces: list[Ranges] = []
+    left = list(reversed(ranges))
+    for size in sizes:
+        piece: list[tuple[int, int]] = []
+        while size:
+            start, stop = left.pop()
+            taken = min(size, stop - start)
+            if taken:
+                piece.append((start, start + taken))
+            if start + taken < stop:
+                left.append((start + taken, stop))
+            size -= taken
+        pieces.append(tuple(piece) or ((0, 0),))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -241,6 +250,18 @@ class UnitGroup:
     @property
     def count(self) -> int:
         return sum(stop - start for start, stop in self.tokens)
+
+    def tiles(self, rows: int) -> list[Ranges]:
+        """The tokens in tiles of at most `rows`: the last one as large as may be, those before it even."""
+        early = streamed(self.count, rows)
+        tiles = -(-early // rows)
+        each = -(-early // max(tiles, 1))
+        return _cut(self.tokens, [*(min(each, early - i * each) for i in range(tiles)), self.count - early])
+
+
+def streamed(count: int, rows: int) -> int:
+    """Of a group's tokens those that are projected again: all but the last tile's."""
+    return max(0, count - rows)
 
 
 def unit_sizes(row_counts: tuple[int, ...], unit_rows: int) -> list[int]:
