@@ -87,3 +87,18 @@ def test_losses_that_differentiate_the_entropy_or_the_lse(monkeypatch: pytest.Mo
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     exact, near = gradients(None)[1], gradients(1e-2)[1]
     assert 0 < (exact - near).norm() / exact.norm() < 0.02
+
+
+def test_a_strategy_without_resident_tiles_is_refused_when_it_is_named() -> None:
+    for name in ("LigerFusedLinearCrossEntropyLoss", "LigerFusedLinearDPOLoss", "LigerFusedLinearJSDLoss"):
+        with pytest.raises(ValueError, match="strategy: got 'recompute' with active_vocab"):
+            getattr(liger_losses, name)(active_vocab="auto", strategy="recompute")
+
+
+@pytest.mark.parametrize(
+    ("rule", "advice"), [(None, "expected 'recompute' or 'immediate'"), (0.1, "expected 'immediate'")]
+)
+def test_what_is_advised_is_not_refused(rule: Any, advice: str) -> None:
+    module = liger_losses.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, active_vocab=rule, strategy="cached")
+    with pytest.raises(ValueError, match=advice):
+        module(WEIGHT.clone().requires_grad_(), HIDDEN.view(20, 6), TARGET.view(20))

@@ -206,6 +206,7 @@ class ActiveVocabularyReport:
 
     tiles: int = 0
     whole_tiles: int = 0  # multiplied whole: too many of their columns are active, or were in an earlier tile
+    _began: bool = False
     _rows: list[int] = field(default_factory=list)
     _shares: list[Tensor] = field(default_factory=list)
     _dropped: list[Tensor] = field(default_factory=list)
@@ -223,13 +224,18 @@ class ActiveVocabularyReport:
         self._dropped.append(torch.zeros(len(entries), dtype=wide_dtype(entries.dtype), device=entries.device))
 
     def _check(self) -> None:
-        if not self.tiles:
+        if not self._began:
             raise RuntimeError("nothing was recorded: no gradient was formed with active_vocab inside the block")
 
     @property
     def share(self) -> Tensor:
-        """Mean over tokens of their tile's share of active columns: of the tiles that were weighed, whole ones too."""
+        """Mean over tokens of their tile's share of active columns: of the tiles that were weighed, whole ones too.
+
+        0 where no token was scored, as `dropped_mean` and `dropped_max` are.
+        """
         self._check()
+        if not self.tiles:
+            return torch.zeros(())
         parts = [share * rows for share, rows in zip(self._shares, self._rows, strict=True)]
         return torch.stack(parts).sum() / sum(self._rows)
 
@@ -237,17 +243,17 @@ class ActiveVocabularyReport:
     def dropped(self) -> Tensor:
         """`[tokens]`, in the order of the tiles: the sizes of a token's entries outside the active columns, summed."""
         self._check()
-        return torch.cat(self._dropped)
+        return torch.cat(self._dropped) if self.tiles else torch.zeros(0)
 
     @property
     def dropped_mean(self) -> Tensor:
         """Mean of `dropped`."""
-        return self.dropped.mean()
+        return self.dropped.mean() if self.tiles else self.share
 
     @property
     def dropped_max(self) -> Tensor:
         """Largest of `dropped`."""
-        return self.dropped.max()
+        return self.dropped.max() if self.tiles else self.share
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,13 @@ class Weighed:
 
     gradient: Callable[[], TileGradient]  # waits until the device has counted them
     profile: Tensor | None = None  # [V] of the tail, should the tile not be multiplied whole; known to the device alone
+
+
+def begin() -> None:
+    """Of a walk over an active vocabulary, though there be no token in it."""
+    report = _recording.get()
+    if report is not None:
+        report._began = True
 
 
 def unweighed(entries: Tensor) -> TileGradient:

@@ -42,17 +42,28 @@ def default_budget(problem: Problem) -> int:
     return accumulator + problem.tokens * problem.hidden_size * 4 + tiles + room
 
 
-def check_tiling(strategy: str, memory_budget: int | None, logits_dtype: str = "float32") -> None:
-    """Raise for a strategy, budget or logits dtype without a meaning."""
+def check_tiling(
+    strategy: str, memory_budget: int | None, logits_dtype: str = "float32", active_vocab: float | str | None = None
+) -> None:
+    """Raise for a strategy, budget, logits dtype or active vocabulary without a meaning."""
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {strategy!r}, expected 'auto' or one of {STRATEGIES}")
     check_logits_dtype(logits_dtype)
+    _check_resident(strategy, ActiveVocabulary.of(active_vocab) is not None)
     if memory_budget is None:
         return
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int):
         raise TypeError(f"memory_budget: got {memory_budget!r}, expected a number of bytes as an int")
     if not 0 < memory_budget < 1 << 63:
         raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0 that fit 64 bits")
+
+
+def _check_resident(strategy: str, active: bool) -> None:
+    if active and strategy == "recompute":
+        raise ValueError(
+            "strategy: got 'recompute' with active_vocab, whose columns are chosen while a tile's are all resident; "
+            "expected another strategy, or active_vocab=None"
+        )
 
 
 def make_plan(problem: Problem, *, strategy: str = "auto", memory_budget: int | None = None) -> Plan:
@@ -112,11 +123,7 @@ def _candidates(p: Problem) -> list[str]:
 
 
 def _allowed(p: Problem, strategy: str) -> str:
-    if strategy == "recompute" and p.active:
-        raise ValueError(
-            "strategy: got 'recompute' with active_vocab, whose columns are chosen while a tile's are all resident; "
-            "expected another strategy, or active_vocab=None"
-        )
+    _check_resident(strategy, p.active)
     if strategy == "immediate" and not p.immediate_allowed:
         raise ValueError(
             "strategy: got 'immediate', which needs a loss known while the tile is resident; expected 'cached', "
@@ -127,9 +134,10 @@ def _allowed(p: Problem, strategy: str) -> str:
             "strategy: got 'immediate' for a loss separable only by 'batch'; expected 'cached' or 'recompute'"
         )
     if strategy in ("cached", "frozen") and not p.only_logprob_grad:
+        kinds = "'immediate'" if p.active else "'recompute' or 'immediate'"
         raise ValueError(
-            f"strategy: got {strategy!r} for a loss that differentiates entropy or lse; expected 'recompute' (or "
-            "'immediate' in fused_linear_loss), or leave those out of the differentiable statistics"
+            f"strategy: got {strategy!r} for a loss that differentiates entropy or lse; expected {kinds} in "
+            "fused_linear_loss, or leave those out of the differentiable statistics"
         )
     if strategy == "frozen" and (p.weight_grad or p.bias_grad):
         raise ValueError(
@@ -182,7 +190,7 @@ def plan(
         raise TypeError(f"dtype: got {dtype!r}, expected torch.float16, bfloat16, float32 or float64")
     check_flag("trainable_head", trainable_head)
     check_flag("trainable_hidden", trainable_hidden)
-    check_tiling(strategy, memory_budget, logits_dtype)
+    check_tiling(strategy, memory_budget, logits_dtype, active_vocab)
     given = scored if isinstance(scored, Sequence) and not isinstance(scored, str) else (scored,)
     for number in given if scored is not None else ():
         if isinstance(number, bool) or not isinstance(number, int):

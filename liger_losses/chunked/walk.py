@@ -23,7 +23,7 @@ from ..kernels import (
     matmul,
     tile_gradient,
 )
-from .active import ActiveVocabulary, HostCount, Selection, TileGradient, Weighed, unweighed
+from .active import ActiveVocabulary, HostCount, Selection, TileGradient, Weighed, begin, unweighed
 from .head import Precision
 from .head_tensors import HeadTensors, logit_coefficients
 from .hidden_gradient import HiddenGradient
@@ -63,6 +63,8 @@ class TileWalk:
         self.precision = precision
         self.plan = plan
         self.active = active
+        if active is not None:
+            begin()
         self._count = HostCount()  # of a tile's active columns
         self._flat = False  # a tile had too many active columns: those that follow will have, too
         self._ahead: TokenTile | None = None  # whose first logits are in the buffer already

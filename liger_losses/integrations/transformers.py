@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_losses._checks import check_flag, check_temperature
-from liger_losses.chunked.active import ActiveVocabulary
 from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._answer import FusedHeadOutput
 from liger_losses.integrations._head import base_model, check_head, head_options, output_head
@@ -149,8 +148,8 @@ def fuse_head(
         differentiable = tuple(name for name in DIFFERENTIABLE if name in asked)
     if wrong := [name for name in differentiable if name not in DIFFERENTIABLE or name not in asked]:
         raise ValueError(f"differentiable has {wrong}; expected names of outputs among {list(DIFFERENTIABLE)}.")
-    check_tiling(strategy, memory_budget, logits_dtype)
-    if ActiveVocabulary.of(active_vocab) is not None and "entropy" in differentiable:
+    check_tiling(strategy, memory_budget, logits_dtype, active_vocab)
+    if active_vocab is not None and "entropy" in differentiable:
         raise ValueError(f"active_vocab: got {active_vocab!r} with entropy among differentiable, expected None")
     if strategy == "immediate":
         raise ValueError("strategy: got 'immediate', which a head asked for log-probabilities cannot use; expected "

@@ -18,7 +18,10 @@ def gather_columns(
     row_sums: Tensor,  # [rows] fp32 (fp64 for fp64)
     out: Tensor,  # [rows, C], C > A
 ) -> Tensor:
-    """`out[:, i] = tile[:, ids[i]]`, and `out[:, A]` is what is missing to the row's sum."""
+    """`out[:, i] = tile[:, ids[i]]`, and `out[:, A]` is what is missing to the row's sum.
+
+    That is 0 where the sum is no finite number: what makes it so is in a column of its own.
+    """
     if out.numel() == 0:
         return out
     if use_triton(tile):
@@ -28,7 +31,8 @@ def gather_columns(
         return out
     count = len(ids)
     out[:, :count] = tile.index_select(1, ids)
-    out[:, count] = row_sums - out[:, :count].sum(-1, dtype=row_sums.dtype)
+    missing = row_sums - out[:, :count].sum(-1, dtype=row_sums.dtype)
+    out[:, count] = missing.masked_fill_(missing.isfinite().logical_not_(), 0)
     out[:, count + 1 :] = 0
     return out
 

@@ -32,6 +32,7 @@ def _gather_columns_kernel(
         mask = inside[:, None] & ((offsets < width) & (offsets != n_ids))[None, :]
         tl.store(out_ptr + starts * out_stride + offsets[None, :], values, mask=mask)
     tail = tl.load(row_sums_ptr + rows, mask=inside, other=0.0) - tl.sum(total, 1)
+    tail = tl.where(tl.abs(tail) < float("inf"), tail, 0.0)
     tl.store(out_ptr + rows.to(tl.int64) * out_stride + n_ids, tail.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._checks import check_constant, check_float_tensor, check_size
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
-from ..chunked.active import ActiveVocabulary
 from ..chunked.head import NAMES, check_head
 from ..chunked.placements import check_placed
 from ..chunked.planner import check_tiling
@@ -40,8 +39,7 @@ class CallOptions:
             scale = options["logit_scale"]
             LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
         check_ignore_index(self.ignore_index)
-        check_tiling(self.strategy, self.memory_budget, self.logits_dtype)
-        ActiveVocabulary.of(self.active_vocab)
+        check_tiling(self.strategy, self.memory_budget, self.logits_dtype, self.active_vocab)
         check_size("chunk_size", self.chunk_size)
 
     def policy(self) -> dict[str, Any]:

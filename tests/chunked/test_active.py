@@ -625,8 +625,39 @@ def test_refused_while_tracing() -> None:
 
 
 def test_nothing_recorded() -> None:
-    with record_active_vocabulary() as report, pytest.raises(RuntimeError, match="nothing was recorded"):
-        _ = report.share
+    case = peaked(2, 9)
+    for call in (lambda: None, lambda: linear_logprobs(*case.head)):
+        with record_active_vocabulary() as report:
+            call()
+        with pytest.raises(RuntimeError, match="nothing was recorded"):
+            _ = report.share
+
+
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "frozen"])
+def test_no_scored_token_leaves_nothing_out(strategy: str) -> None:
+    case = make_case(2, 9, scored="nothing")
+    if strategy == "frozen":
+        case.weight.requires_grad_(False)
+        case.bias.requires_grad_(False)
+    with record_active_vocabulary() as report:
+        fused_linear_loss(ToyLoss("token"), *case.head, strategy=strategy, active_vocab="auto")
+    assert report.tiles == len(report.dropped) == 0
+    assert report.share == report.dropped_mean == report.dropped_max == 0
+
+
+@pytest.mark.parametrize("rule", [None, 0.0, "auto"])
+def test_what_is_no_number_stays_in_its_column(rule: Any) -> None:
+    """Where `G` of one column is no number: a row of the head with NaN, each column being a loss of its own."""
+    case = peaked(2, 30, dtype=F32)
+    labels = case.target.unsqueeze(-1)
+    with torch.no_grad():
+        case.weight.mul_(0.1)[5, 3] = float("nan")
+    target = case.target.masked_fill(case.target == 5, 6)
+    loss = linear_logprobs(case.hidden, case.weight, target, positives=labels.masked_fill(labels == 5, 6),
+                           active_vocab=rule, strategy="cached")  # fmt: skip
+    loss.sum().backward()
+    assert case.weight.grad is not None
+    assert case.weight.grad.isnan().any(-1).nonzero().squeeze(-1).tolist() == [5]
 
 
 class _Reads:

@@ -137,6 +137,8 @@ def test_gathered_columns(device: str, rows: int, vocab: int, active: int, width
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out[:, active].double(), tile[:, rest].double().sum(1), rtol=eps, atol=2e-5)
     assert (out[:, active + 1 :] == 0).all()
+    row_sums[0], row_sums[1] = float("nan"), -float("inf")
+    assert gather_columns(tile, ids, row_sums, out)[:2, active].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("width", [1, 24, 37, 2100])
