@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -18,7 +19,10 @@ from .cases import IGNORE_INDEX, Case, Inputs, make_inputs
 from .implementations import NAIVE, Implementation, Step
 from .oracle import Truth, allowed, errors, truth, within
 
-WARM_UPS = 3  # the gate's step, the memory measurement's, and one round
+WARM_UPS = 3  # the gate's step, the memory measurement's, and one round at least
+SETTLING_S = (
+    3.0  # rounds of warm-up on a GPU: what runs when it first reaches its power limit is slower than what follows
+)
 REPEATS = 8
 
 
@@ -147,13 +151,17 @@ def run_case(
     products = floor_products(case, inputs)
     works = {**products, **{name: partial(train, step, inputs) for name, step in steps.items()}}
     times: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(1 + repeats):
+    settled = time.monotonic() + (SETTLING_S if device.type == "cuda" else 0)
+    turn = 0
+    while len(times[next(iter(works))]) < repeats:
+        counts = turn > 0 and time.monotonic() >= settled
         # There and back: what goes before heats the device, and nobody is to come after the same one each time.
         for name, work in works.items() if turn % 2 else reversed(works.items()):
             inputs.clear_gradients()  # so that no free is timed, nor memory kept during the products
             taken = milliseconds(work, device)
-            if turn > 0:
+            if counts:
                 times[name].append(taken)
+        turn += 1
 
     floor = {name: median(times[name]) for name in products}
     for row in rows:

@@ -152,8 +152,8 @@ host: launching a Triton kernel through autograd takes it longer than torch's ow
 
 
 LEGEND = """\
-Forward and backward, bf16, random data, one case at a time. Times are medians of {repeats} repeats after {warm_ups}
-warm-ups, all implementations taking turns, read with device events.
+Forward and backward, bf16, random data, one case at a time. Times are medians of {repeats} repeats after at least
+{warm_ups} warm-ups, all implementations taking turns, read with device events.
 
 - *floor*: the matrix products that the exact result needs, over the scored tokens, each as one product, timed in the
   same turns. *x floor* is the time over that sum.
