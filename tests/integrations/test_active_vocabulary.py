@@ -15,6 +15,7 @@ from liger_losses.chunked import active
 from liger_losses.integrations.transformers import fuse_head, fuse_model, unfuse_head
 from liger_losses.integrations.trl import fuse_trainer
 
+from .distillation_cases import SAMPLED, TOP, build
 from .test_trl import _trainer
 from .tiny import tiny_model
 
@@ -51,6 +52,26 @@ def test_of_a_trainer(tokenizer: Any, tmp_path: Path) -> None:
         trainer.train()
     assert left_out.tiles > 0  # of the policy; the reference has no gradient
     assert left_out.tiles <= trainer.state.max_steps * trainer.args.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("distillation", {}), ("gkd", {"beta": 0.3}), ("sdft", SAMPLED)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_of_a_distillation(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = build(name, tmp_path, options)
+    fuse_trainer(trainer, active_vocab="auto")
+    with record_active_vocabulary() as left_out:
+        trainer.train()
+    assert 0 < left_out.tiles <= trainer.state.max_steps
+
+
+def test_refused_where_several_tokens_a_position_are_compared(tmp_path: Path) -> None:
+    trainer = build("sdft", tmp_path, TOP)
+    fuse_trainer(trainer, active_vocab="auto")
+    with pytest.raises(ValueError, match="active_vocab: got 'auto' for a trainer that compares several tokens"):
+        trainer.train()
 
 
 def test_refused() -> None:
