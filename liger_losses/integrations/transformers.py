@@ -21,6 +21,7 @@ from liger_losses._checks import check_flag, check_temperature
 from liger_losses.chunked.planner import check_tiling
 from liger_losses.integrations._answer import FusedHeadOutput
 from liger_losses.integrations._head import base_model, check_head, head_options, output_head
+from liger_losses.integrations._layer_probes import replaced_already
 from liger_losses.integrations._linear_logits import linear_logits as unprojected
 from liger_losses.integrations._outputs import ModelOutput
 from liger_losses.integrations._scoring import (
@@ -133,7 +134,7 @@ def fuse_head(
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
     model = base_model(model)
-    if _RECORD in vars(model):
+    if _record_of(model) is not None:
         raise RuntimeError(f"{type(model).__name__} has a fused head already; call unfuse_head(model) first.")
     for option, flag in (("fp32", fp32), ("mean_logits_everywhere", mean_logits_everywhere), ("verify", verify)):
         check_flag(option, flag)
@@ -260,7 +261,7 @@ def unfuse_head(model: Any, *, accelerator: Any = None) -> None:
         RuntimeError: The model was prepared by an accelerator in between, which was not given.
     """
     model = base_model(model)
-    record: _Record | None = vars(model).get(_RECORD)
+    record = _record_of(model)
     if record is None:
         raise ValueError(f"{type(model).__name__} has no fused head; fuse_head(model) was not called on it.")
     if "_original_forward" in vars(model) and record.original is None:
@@ -275,6 +276,11 @@ def unfuse_head(model: Any, *, accelerator: Any = None) -> None:
         else:
             vars(model).pop("forward", None)
     del vars(model)[_RECORD]
+
+
+def _record_of(model: nn.Module) -> _Record | None:
+    """None for a model that is not fused; one that pickle has brought back has a record, and its class's forward."""
+    return vars(model).get(_RECORD) if replaced_already(model) else None
 
 
 def _set_forward(model: nn.Module, forward: Callable[..., Any], accelerator: Any) -> None:
