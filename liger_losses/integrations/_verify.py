@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.integrations._head import evaluating
+from liger_losses.integrations._scoring import IGNORE_INDEX
 
 # Of the logits' size: far above the rounding of bf16 logits and TF32 products, far below what a wrong head does.
 _TOLERANCE = 2e-2
@@ -38,13 +39,20 @@ def verify_log_probs(model: Any, temperature: float) -> bool:
 def verify_loss(model: Any) -> bool:
     """Compare the loss of a model fused by `fuse_model` with its own, as `verify_log_probs` does.
 
+    Of all tokens, and of a few alone: what another target makes of each of them is lost in their mean.
+
     Raises:
         ValueError: They differ.
     """
 
     def compare(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = model(input_ids=ids, labels=ids, return_logits=True)
-        return own.loss, model(input_ids=ids, labels=ids, return_logits=False).loss, own.logits.float().abs().amax()
+        asked = [ids]
+        for row, token in ((0, 3), (1, 5), (1, 8)):
+            asked.append(torch.full_like(ids, IGNORE_INDEX))
+            asked[-1][row, token] = ids[row, token]
+        own = [model(input_ids=ids, labels=labels, return_logits=True) for labels in asked]
+        fused = [model(input_ids=ids, labels=labels, return_logits=False).loss for labels in asked]
+        return torch.stack([one.loss for one in own]), torch.stack(fused), own[0].logits.float().abs().amax()
 
     return _verify(model, compare, "loss")
 

@@ -128,9 +128,9 @@ def fuse_head(
 
     Raises:
         TypeError: `model` is no language model, or is wrapped already; or an option is of another type.
-        ValueError: An option is out of range, the head cannot be fused (an adapter other than LoRA and DoRA,
-            quantised other than by bitsandbytes, logits that are not those of a plain head), or what it gives is not
-            what the model gives.
+        ValueError: An option is out of range, the head cannot be fused (an encoder-decoder's, an adapter other than
+            LoRA and DoRA, quantised other than by bitsandbytes, logits that are not those of a plain head), or what it
+            gives is not what the model gives.
         RuntimeError: The model is fused already, or is prepared by an accelerator that was not given.
     """
     model = base_model(model)
@@ -158,6 +158,8 @@ def fuse_head(
     check_temperature("temperature", temperature)
     if "_original_forward" in vars(model) and accelerator is None:
         raise RuntimeError("model is prepared by an accelerator; give accelerator=, or fuse before preparing it.")
+    if getattr(model.config, "is_encoder_decoder", False):  # whose labels are its decoder's inputs, and not shifted
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; expected a causal language model.")
     options = head_options(model.config)
     linear = output_head(model)
     head = FusedHeadReport(
