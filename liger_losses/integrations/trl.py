@@ -119,7 +119,7 @@ def fuse_trainer(
     Raises:
         TypeError: The trainer is of no supported class (the message lists them), or `verify` is no bool.
         ImportError: TRL is older than 1.15, or 2 or newer.
-        ValueError: A head cannot be fused (adapter other than LoRA on it, logits that are not those of a
+        ValueError: A head cannot be fused (an adapter other than LoRA and DoRA on it, logits that are not those of a
             plain head, log-probabilities that are not the model's own), or the trainer's model is an encoder-decoder.
         RuntimeError: Training has started.
 
