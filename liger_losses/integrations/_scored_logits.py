@@ -80,7 +80,7 @@ class ScoredLogits:
         if not self._scored_means_only:
             return means.mean()
         scored = self._field("target") != IGNORE_INDEX
-        return (means * scored).sum() / scored.sum()
+        return (means * scored).sum() / scored.sum().clamp(min=1)
 
     def argmax(self, dim: int) -> Tensor:
         """The label where it is the most likely token, and -1, which no label equals, elsewhere."""

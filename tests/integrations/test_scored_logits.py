@@ -59,6 +59,12 @@ def test_means_of_scored_positions_only() -> None:
     torch.testing.assert_close(means.mean(), logits[labels != -100].mean())
 
 
+def test_the_mean_over_no_scored_position_is_0() -> None:
+    _, labels, scored = _both()
+    fields = {**scored._fields, "target": torch.full_like(labels, -100)}
+    assert ScoredLogits(fields, V, scored_means_only=True).mean() == 0
+
+
 def test_another_token_than_the_scored_one_is_nan() -> None:
     _, labels, scored = _both()
     other = (labels + 1) % V
