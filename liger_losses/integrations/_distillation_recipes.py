@@ -157,8 +157,7 @@ class _ChunkedDivergence:
             divergence=Divergence(kind="jsd", beta=float(beta), temperature=float(temperature)),
             statistics=("distillation", "entropy"), softcap=softcap, logit_scale=logit_scale,
             teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale,
-            memory_budget=self._head.memory_budget, logits_dtype=self._head.logits_dtype, strategy=self._head.strategy,
-            active_vocab=self._head.active_vocab,
+            **self._head.engine,
         )  # fmt: skip
         return values["distillation"], values["entropy"]
 

@@ -134,7 +134,6 @@ class LinearLogits:
         return {
             "softcap": self.head.options["softcap"],
             "logit_scale": self.head.options["logit_scale"],
-            "memory_budget": self.head.memory_budget,
         }
 
     @contextmanager
@@ -147,13 +146,12 @@ class LinearLogits:
         options = {**self._options, "temperature": self.temperature}
         with self._as_in_the_forward():
             if tokens.shape[-1] == 1:
-                return linear_logprobs(
-                    self.hidden, self.weight, tokens[..., 0], self.bias, strategy=self.head.strategy,
-                    logits_dtype=self.head.logits_dtype, active_vocab=self.head.active_vocab, **options,
-                )[..., None]  # fmt: skip
+                options |= self.head.engine
+                return linear_logprobs(self.hidden, self.weight, tokens[..., 0], self.bias, **options)[..., None]
             if self.head.active_vocab is not None and self.requires_grad:
                 raise ValueError(f"active_vocab: got {self.head.active_vocab!r} for a trainer that compares several "
                                  "tokens a position, through each row's log-sum-exp; expected None")  # fmt: skip
+            options["memory_budget"] = self.head.memory_budget
             return linear_topk_logprobs(self.hidden, self.weight, tokens, self.bias, **options)
 
     @torch.no_grad()
@@ -214,8 +212,7 @@ def divergence(student: LinearLogits, teacher: LinearLogits, beta: float) -> Ten
             student.hidden, student.weight, target, student.bias,
             teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias, divergence=kind,
             teacher_softcap=options["softcap"], teacher_logit_scale=options["logit_scale"],
-            logits_dtype=student.head.logits_dtype, strategy=student.head.strategy,
-            active_vocab=student.head.active_vocab, **student._options,
+            **student._options, **student.head.engine,
         )  # fmt: skip
 
 

@@ -51,6 +51,16 @@ class FusedHeadReport:
     fp32: bool = False  # products outside autocast, in fp32
     mean_logits_everywhere: bool = False  # also where the label is -100, if the logits are linear in the hidden states
 
+    @property
+    def engine(self) -> dict[str, Any]:
+        """What a caller of the engine hands on as it was asked for: here, so that none of it is left out anywhere."""
+        return {
+            "memory_budget": self.memory_budget,
+            "logits_dtype": self.logits_dtype,
+            "strategy": self.strategy,
+            "active_vocab": self.active_vocab,
+        }
+
     def __str__(self) -> str:
         scale, cap = self.options["logit_scale"], self.options["softcap"]
         kind = "gradient-free" if not self.differentiable else "trainable" if self.trainable else "frozen"
@@ -108,10 +118,7 @@ def score(model: Any, head: FusedHeadReport, inputs: dict[str, Any]) -> FusedHea
             logit_scale=head.options["logit_scale"],
             statistics=tuple(STATISTICS[name] for name in head.outputs),
             differentiable=tuple(STATISTICS[name] for name in head.differentiable),
-            memory_budget=head.memory_budget,
-            logits_dtype=head.logits_dtype,
-            strategy=head.strategy,
-            active_vocab=head.active_vocab,
+            **head.engine,
         )
         if head.mean_logits_everywhere and head.options["softcap"] is None:
             values["mean_logit"] = _mean_logits(hidden, weight, bias, head)
