@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,7 +75,13 @@ def forward(
     keep_gradient = plan.strategy == "cached" and (needs[1] or needs[2])
     hidden = walk.hidden_gradient() if keep_product else None
     state, cache = walk.state(count, names), None
-    results = _Results(walk, state, names)
+
+    @functools.cache
+    def at_positions() -> tuple[list[Tensor], Tensor, Tensor]:
+        """What is known at every position once all tiles have been projected: statistics, `lse`, the row factor."""
+        compact, place = walk.statistics(state), walk.scored.at_positions
+        return [place(compact[name]) for name in names], place(state.lse), place(state.gradient_scale)
+
     tiles = tile_ranges(count, plan.tile_rows)
     if not keep_product and not keep_gradient:
         if 0 < plan.forward_columns < walk.vocab_size:
@@ -84,7 +91,7 @@ def forward(
                 walk.project(walk.tile(ranges), state.narrow(*_place(ranges)), Emit.NOTHING, None)
         walk.merge(state)
     elif kept is not None:
-        cache = _choose_columns(walk, state, tiles, hidden, kept if keep_gradient else None, cache_rows, results)
+        cache = _choose_columns(walk, state, tiles, hidden, kept if keep_gradient else None, cache_rows, at_positions)
         if cache is not None:
             _multiply_whole(walk, state, tiles[1:], hidden, cache)
     else:
@@ -94,26 +101,10 @@ def forward(
             cache[count:].zero_()
         _multiply_whole(walk, state, tiles, hidden, cache)
     return (
-        *results.at_positions(),
+        *at_positions(),
         HiddenSums(_nothing(walk)) if hidden is None else hidden.sums(),
         _nothing(walk) if cache is None else cache,
     )
-
-
-class _Results:
-    """What is known at every position once all tiles have been projected."""
-
-    def __init__(self, walk: TileWalk, state: State, names: tuple[str, ...]) -> None:
-        self._walk, self._state, self._names = walk, state, names
-        self._found: tuple[list[Tensor], Tensor, Tensor] | None = None
-
-    def at_positions(self) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Statistics, `lse` and the row factor of `G`. Found once, when first asked for."""
-        if self._found is None:
-            compact, place = self._walk.statistics(self._state), self._walk.scored.at_positions
-            values = [place(compact[name]) for name in self._names]
-            self._found = values, place(self._state.lse), place(self._state.gradient_scale)
-        return self._found
 
 
 def _place(ranges: Ranges) -> tuple[int, int]:
@@ -144,7 +135,7 @@ def _choose_columns(
     hidden: HiddenGradient | None,
     kept: list[TileGradient | None] | None,  # receives what is kept of each tile; None: nothing is
     cache_rows: int,
-    results: _Results,
+    before_last: Callable[[], object],  # does what does not depend on the columns, before their number is waited for
 ) -> Tensor | None:
     """The active columns of every tile. If the first one was multiplied whole: the cache for all of `G`, begun."""
     buffer = walk.buffer(min(walk.plan.tile_rows, walk.scored.count), walk.precision.compute)
@@ -155,14 +146,13 @@ def _choose_columns(
         walk.project(tile, part, Emit.GRADIENT, entries)
         weighed = walk.weigh(entries, tile, part.gradient_scale, following)
         if following is None:
-            # All that does not depend on the columns, before waiting for their number.
-            results.at_positions()
+            before_last()
             if hidden is not None:
                 walk.catch_up()
                 hidden.expect(weighed.profile)
         gradient = weighed.gradient()
         if hidden is not None:
-            walk.later(gradient, partial(hidden.add, gradient, ranges))
+            walk.later(gradient, functools.partial(hidden.add, gradient, ranges))
         if kept is None:
             continue
         if start == 0 and gradient.columns is None and walk.plan.whole_cache:

@@ -154,9 +154,9 @@ class ImmediateFunction(torch.autograd.Function):
         )
         if walk.plan.whole_cache and call.loss.separability == "token":
             groups = _decided_early(groups, walk.plan.logit_rows)
-        for group, following in zip(groups, [*groups[1:], None], strict=True):
-            first = None if following is None else following.tiles(walk.plan.tile_rows)[0]
-            one = _Group(walk, group, tiles, product, total, first)
+        pieces = [group.tiles(walk.plan.tile_rows) for group in groups]
+        for group, own, following in zip(groups, pieces, [*pieces[1:], None], strict=True):
+            one = _Group(walk, group, own, tiles, product, total, None if following is None else following[0])
             coefficients = one.evaluate()
             walk.scored.scatter(coefficients.factor, factor, group.tokens)
             if following is None:
@@ -208,6 +208,7 @@ class _Group:
         self,
         walk: TileWalk,
         group: UnitGroup,
+        pieces: list[Ranges],  # its tiles
         tiles: LossTiles,
         product: HiddenGradient | None,
         total: WeightGradient,
@@ -215,8 +216,8 @@ class _Group:
     ) -> None:
         self._walk, self._group, self._tiles = walk, group, tiles
         self._product, self._total, self._following = product, total, following
-        self._pieces = group.tiles(walk.plan.tile_rows)
-        sizes = [sum(stop - start for start, stop in piece) for piece in self._pieces]
+        self._pieces = pieces
+        sizes = [sum(stop - start for start, stop in piece) for piece in pieces]
         stops = list(itertools.accumulate(sizes))
         self._rows = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
         self._state = walk.state(group.count, tiles.names)
