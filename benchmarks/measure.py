@@ -20,9 +20,8 @@ from .implementations import NAIVE, Implementation, Step
 from .oracle import Truth, allowed, errors, truth, within
 
 WARM_UPS = 3  # the gate's step, the memory measurement's, and one round at least
-SETTLING_S = (
-    3.0  # rounds of warm-up on a GPU: what runs when it first reaches its power limit is slower than what follows
-)
+# Seconds of warm-up on a GPU, at least: what runs when it first reaches its power limit is slower than what follows.
+SETTLING_S = 3.0
 REPEATS = 8
 
 
