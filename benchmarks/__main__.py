@@ -95,7 +95,11 @@ def _measured(
 ) -> int:
     """Run the cases under the record's label; `more` are lines under a case's rows."""
     device, reference = torch.device(options.device), getattr(torch, options.reference)
-    record["settings"] = {"warm_ups": measure.WARM_UPS, "repeats": options.repeats, "reference": options.reference}
+    settling = measure.SETTLING_S if device.type == "cuda" else None
+    record["settings"] = {
+        "warm_ups": measure.WARM_UPS, "settling_s": settling, "repeats": options.repeats,
+        "reference": options.reference,
+    }  # fmt: skip
     record["cases"] = []
     path = None
     for case in cases:

@@ -19,9 +19,11 @@ from .cases import IGNORE_INDEX, Case, Inputs, make_inputs
 from .implementations import NAIVE, Implementation, Step
 from .oracle import Truth, allowed, errors, truth, within
 
-WARM_UPS = 3  # the gate's step, the memory measurement's, and one round at least
-# Seconds of warm-up on a GPU, at least: what runs when it first reaches its power limit is slower than what follows.
-SETTLING_S = 3.0
+WARM_UPS = 3  # the gate's step, the memory measurement's, and the one that `milliseconds` itself makes
+# Under load a GPU lowers its clock to keep to its power limit, seconds after it was idle. What runs next inherits the
+# clock of what ran before, for some 0.3 s: measured, 4 % of a step where two steps take the same in the long run.
+HEATING_S = 3.0
+SETTLING_S = 0.4
 REPEATS = 8
 
 
@@ -113,6 +115,13 @@ def prepare(
     return step
 
 
+def run_for(seconds: float, work: Callable[[], object], device: torch.device) -> None:
+    """Bring a GPU to the temperature and clock that it has in the midst of such work."""
+    until = time.monotonic() + (seconds if device.type == "cuda" else 0)
+    while time.monotonic() < until:
+        milliseconds(work, device)
+
+
 def run_case(
     case: Case,
     implementations: Sequence[Implementation],
@@ -150,17 +159,12 @@ def run_case(
     products = floor_products(case, inputs)
     works = {**products, **{name: partial(train, step, inputs) for name, step in steps.items()}}
     times: dict[str, list[float]] = {name: [] for name in works}
-    settled = time.monotonic() + (SETTLING_S if device.type == "cuda" else 0)
-    turn = 0
-    while len(times[next(iter(works))]) < repeats:
-        counts = turn > 0 and time.monotonic() >= settled
-        # There and back: what goes before heats the device, and nobody is to come after the same one each time.
-        for name, work in works.items() if turn % 2 else reversed(works.items()):
+    run_for(HEATING_S, next(iter(works.values())), device)
+    for _ in range(repeats):
+        for name, work in works.items():
             inputs.clear_gradients()  # so that no free is timed, nor memory kept during the products
-            taken = milliseconds(work, device)
-            if counts:
-                times[name].append(taken)
-        turn += 1
+            run_for(SETTLING_S, work, device)
+            times[name].append(milliseconds(work, device))
 
     floor = {name: median(times[name]) for name in products}
     for row in rows:

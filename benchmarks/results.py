@@ -141,6 +141,12 @@ def layer_table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _settling(settings: Mapping[str, Any]) -> str:
+    """What the GPU was doing before each turn, where it was seen to."""
+    seconds = settings.get("settling_s")
+    return "" if seconds is None else f" (each at work for {seconds} s before it counts, on a hot GPU)"
+
+
 LAYER_LEGEND = """\
 One layer, forward and backward, bf16. Times are medians of {repeats} repeats, all implementations taking turns, of the
 device alone: the host is kept ahead, as it is in the midst of a model's step. (Alone and eager, a call is bound by the
@@ -153,7 +159,7 @@ host: launching a Triton kernel through autograd takes it longer than torch's ow
 
 LEGEND = """\
 Forward and backward, bf16, random data, one case at a time. Times are medians of {repeats} repeats after at least
-{warm_ups} warm-ups, all implementations taking turns, read with device events.
+{warm_ups} warm-ups, all implementations taking turns{settling}, read with device events.
 
 - *floor*: the matrix products that the exact result needs, over the scored tokens, each as one product, timed in the
   same turns. *x floor* is the time over that sum.
@@ -220,7 +226,7 @@ def page(records: Iterable[dict[str, Any]], charts: Mapping[str, str] | None = N
         ]
         lines += [f"driver {where['driver']}, CUDA {where['cuda']}, Python {where['python']}, {versions}."]
         legend = next(text for kind, text in LEGENDS.items() if kind in record)
-        lines += ["", legend.format(**record["settings"]).rstrip()]
+        lines += ["", legend.format(settling=_settling(record["settings"]), **record["settings"]).rstrip()]
         for report in record.get("cases", []):
             lines += ["", *_titled(report), ""]
             if chart := left.pop(report["case"], None):
