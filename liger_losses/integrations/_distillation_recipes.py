@@ -220,8 +220,13 @@ def _some(ids: int, trained: int) -> tuple[int, int, int]:
     return 3 + trained, 3 + trained + ids, 4 + trained + ids if trained else 3 + ids
 
 
+def _distillation_weight(trainer: Any) -> float:
+    """SDPO's; beside it only a policy gradient is left."""
+    return float(getattr(trainer.args, "distillation_weight", 1.0))
+
+
 def _self_distillation_products(trainer: Any, trained: int) -> tuple[int, int, int]:
-    mode, weight = trainer.args.distillation_mode, getattr(trainer.args, "distillation_weight", 1.0)
+    mode, weight = trainer.args.distillation_mode, _distillation_weight(trainer)
     before, after, past = {
         "full_logits": _whole(trainer, trained),
         "sampled_token": _some(0, trained),
@@ -235,21 +240,30 @@ def _self_distillation_products(trainer: Any, trained: int) -> tuple[int, int, i
     return before, after, past
 
 
-def _iw_opd_products(trainer: Any, trained: int) -> tuple[int, int, int]:
+def _iw_opd_slots(trainer: Any) -> int:
+    """Tokens a position that are compared; 0: all of the vocabulary."""
     slots, beta = trainer.loss_top_k, trainer.beta
+    if trainer.distillation_objective == "iw_opd":
+        return 1
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
+    if not 0 < slots < vocabulary:
+        return 0
+    # Those of student and of teacher for a mixture; one likeliest token and the sampled one otherwise.
+    return 2 * slots if 0 < beta < 1 else slots
+
+
+def _iw_opd_products(trainer: Any, trained: int) -> tuple[int, int, int]:
+    slots, beta = _iw_opd_slots(trainer), trainer.beta
     if trainer.distillation_objective == "iw_opd":
         return _some(0, trained)
-    if not 0 < slots < vocabulary:
+    if slots == 0:
         return _whole(trainer, trained)
     # Products beside those of the student's log-probabilities: to find the likeliest of either, whose log-probabilities
     # TRL then has too, asked for or not; and the teacher's of the tokens that are compared.
-    if slots == 1 and beta > 0:
-        slots, more = (1 if beta == 1 else 2), 3 + (trainer.reverse_kl_top_1_mode == "argmax")
-    elif 0 < beta < 1:
-        slots, more = 2 * slots, 2 + 3
+    if trainer.loss_top_k == 1 and beta > 0:
+        more = 3 + (trainer.reverse_kl_top_1_mode == "argmax")
     else:
-        more = 2
+        more = 2 + 3 * (0 < beta < 1)
     # Several tokens a position take the log-sum-exp of each row, whose strategy is to recompute.
     kept = 2 + trained + (slots > 1) + more
     return 3 + trained, kept, 3 + trained + more if trained else kept
@@ -267,6 +281,9 @@ _SELF = Recipe(
     **_TWO_LOGITS,
     overrides=_self_distillation,
     products=_self_distillation_products,
+    several_tokens=lambda trainer: (
+        trainer.args.distillation_mode == "topk_logits" and _distillation_weight(trainer) > 0
+    ),
     refused=_server_refused,
 )
 
@@ -281,7 +298,13 @@ DISTILLATION: dict[str, Recipe] = {
     ),
     "GKDTrainer": Recipe(**_TWO_LOGITS, overrides=_two_logits, products=_whole, refused=_logits_refused),
     "GOLDTrainer": Recipe(**_TWO_LOGITS, overrides=_two_logits, products=_whole, refused=_gold_refused),
-    "IWOPDTrainer": Recipe(**_TWO_LOGITS, overrides=_two_logits, products=_iw_opd_products, refused=_server_refused),
+    "IWOPDTrainer": Recipe(
+        **_TWO_LOGITS,
+        overrides=_two_logits,
+        products=_iw_opd_products,
+        several_tokens=lambda trainer: _iw_opd_slots(trainer) > 1,
+        refused=_server_refused,
+    ),
     "SDFTTrainer": _SELF,
     "SDPOTrainer": _SELF,
 }

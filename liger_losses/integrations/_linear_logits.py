@@ -148,9 +148,8 @@ class LinearLogits:
             if tokens.shape[-1] == 1:
                 options |= self.head.engine
                 return linear_logprobs(self.hidden, self.weight, tokens[..., 0], self.bias, **options)[..., None]
-            if self.head.active_vocab is not None and self.requires_grad:
-                raise ValueError(f"active_vocab: got {self.head.active_vocab!r} for a trainer that compares several "
-                                 "tokens a position, through each row's log-sum-exp; expected None")  # fmt: skip
+            if self.requires_grad:
+                check_several_tokens(self.head.active_vocab)
             options["memory_budget"] = self.head.memory_budget
             return linear_topk_logprobs(self.hidden, self.weight, tokens, self.bias, **options)
 
@@ -239,6 +238,13 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.gather: LinearLogits.gather,
     torch.topk: LinearLogits.topk,
 }
+
+
+def check_several_tokens(active_vocab: float | str | None) -> None:
+    """Raise for an active vocabulary where several tokens a position are compared."""
+    if active_vocab is not None:
+        raise ValueError(f"active_vocab: got {active_vocab!r} for a trainer that compares several tokens a position, "
+                         "through each row's log-sum-exp; expected None")  # fmt: skip
 
 
 def _refuse(what: str) -> NoReturn:
