@@ -248,7 +248,7 @@ def _iw_opd_slots(trainer: Any) -> int:
     vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     if not 0 < slots < vocabulary:
         return 0
-    # Those of student and of teacher for a mixture; one likeliest token and the sampled one otherwise.
+    # For a mixture both models name some, otherwise one does.
     return 2 * slots if 0 < beta < 1 else slots
 
 
