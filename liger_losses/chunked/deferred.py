@@ -197,14 +197,25 @@ def backward(
     at_rows = coefficients[0] * scale
     weight = bias = None
     if needs[1] or needs[2]:
-        count = walk.scored.count
-        everything = ((0, count),)
-        total = walk.weight_gradient(needs, keep=True)
-        factor = walk.scored.gather(at_rows, everything)
-        total.add(TileGradient(cache[:count]), walk.tile_hidden(everything), factor)
-        weight, bias = finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
+        weight, bias = _whole_weight_gradient(walk, needs, at_rows, cache, dtypes)
     hidden = finish_hidden_gradient(product, at_rows, dtypes[0], walk.shard) if needs[0] else None
     return hidden, weight, bias
+
+
+def _whole_weight_gradient(
+    walk: TileWalk,
+    needs: tuple[bool, bool, bool],
+    at_rows: Tensor,  # [R * T]
+    cache: Tensor,  # [N, V], or longer
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of weight and bias. The scored hidden states are gone once it returns: what follows needs their room."""
+    count = walk.scored.count
+    everything = ((0, count),)
+    total = walk.weight_gradient(needs, keep=True)
+    factor = walk.scored.gather(at_rows, everything)
+    total.add(TileGradient(cache[:count]), walk.tile_hidden(everything), factor)
+    return finish_weight_gradient(total.tensors(walk.hidden.device), None, dtypes)
 
 
 def outside_autocast(device: torch.device) -> torch.autocast:

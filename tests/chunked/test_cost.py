@@ -168,6 +168,25 @@ def test_the_plan_is_kept(strategy: str, scored: str) -> None:
     assert seen.largest <= found.budget
 
 
+@pytest.mark.parametrize("strategy", ["immediate", "cached", "recompute", "frozen"])
+@pytest.mark.parametrize("scored", ["all", "prompt"])
+def test_the_plan_knows_every_copy_of_the_hidden_states(
+    strategy: str, scored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above where hidden states are large beside the logits, and one copy more would be seen."""
+    monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", 1 << 11)
+    trainable = HIDDEN if strategy == "frozen" else BOTH
+    case = make_case(2, 300, 1024, 1024, torch.float32, bias=False, scored=scored, trainable=trainable)
+    found = plan(
+        tokens=600, hidden_size=1024, vocab_size=1024, scored=case.mask.sum(-1).tolist(), dtype=torch.float32,
+        separability="pair", trainable_head=strategy != "frozen", strategy=strategy,
+    )  # fmt: skip
+    seen = run(case, ToyLoss("pair"), strategy=strategy)
+    workspace = seen.peak - sum(leaf.nbytes for leaf in case.leaves)
+    one_copy = found.problem.tokens * 1024 * 4
+    assert workspace <= found.workspace + one_copy // 10
+
+
 @pytest.mark.usefixtures("small_twin")
 def test_b01_one_long_pair_takes_no_more_memory_than_a_short_one() -> None:
     """DPO, B=2, V=4096, H=16: under one budget, whatever the length."""
