@@ -11,7 +11,7 @@ from .call import per_token, prepare
 from .calls import run_loss, token_values
 from .head_tensors import HeadTensors, make_transform
 from .loss import Loss, check_differentiable, check_statistics
-from .planner import STRATEGIES
+from .planner import check_deferred
 from .tokens import ScoredTokens
 
 
@@ -136,9 +136,7 @@ def linear_logprobs(
         check_statistics("statistics", statistics)
     names = ("logprob",) if statistics is None else tuple(statistics)
     wanted = check_differentiable(names, differentiable)
-    if strategy == "immediate":
-        raise ValueError("strategy: got 'immediate', which is for fused_linear_loss; expected 'auto' or one of "
-                         f"{STRATEGIES[1:]}")  # fmt: skip
+    check_deferred(strategy, "fused_linear_loss")
     call = prepare(hidden, weight, target, bias, ignore_index, logits_dtype)
     call.read(HeadTensors(per_token(temperature), column_weights, positives), names)
     call.transform = make_transform(logit_scale, softcap, temperature)

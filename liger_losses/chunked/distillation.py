@@ -15,7 +15,7 @@ from .distillation_loss import COUNT, WEIGHTS, DistillationLoss
 from .head import check_head
 from .head_tensors import HeadTensors, make_transform
 from .loss import check_statistics
-from .planner import STRATEGIES
+from .planner import check_deferred
 from .teacher import Teacher, check_teacher, teacher_transform
 from .tokens import ScoredTokens
 
@@ -172,9 +172,7 @@ def linear_divergence(
     if statistics is not None:
         check_statistics("statistics", statistics, DISTILLATION)
     names = ("distillation",) if statistics is None else tuple(statistics)
-    if strategy == "immediate":
-        raise ValueError("strategy: got 'immediate', which is for fused_linear_distillation; expected 'auto' or one of "
-                         f"{STRATEGIES[1:]}")  # fmt: skip
+    check_deferred(strategy, "fused_linear_distillation")
     teacher = _teacher(
         divergence, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_softcap,
         teacher_logit_scale,

@@ -58,6 +58,12 @@ def check_tiling(
         raise ValueError(f"memory_budget: got {memory_budget}, expected bytes > 0 that fit 64 bits")
 
 
+def check_deferred(strategy: str, loss: str) -> None:
+    """Raise where values are handed out before the loss is known, which is what `immediate` needs; `loss` has it."""
+    if strategy == "immediate":
+        raise ValueError(f"strategy: got 'immediate', which is for {loss}; expected 'auto' or one of {STRATEGIES[1:]}")
+
+
 def _check_resident(strategy: str, active: bool) -> None:
     if active and strategy == "recompute":
         raise ValueError(

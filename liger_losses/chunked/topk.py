@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_choice
 from ..kernels import differentiable_once
 from .api import linear_logprobs
+from .call import Call, per_token, prepare
 from .deferred import outside_autocast
-from .head import Precision, check_head, choose_precision
-from .head_tensors import make_transform
-from .placements import local_head, vocabulary_ranks
+from .head import Precision, check_head
+from .head_tensors import HeadTensors, make_transform
+from .placements import vocabulary_ranks
+from .planner import check_deferred, check_tiling
 from .tokens import check_ignore_index, check_integer
 
 # Bytes of gathered rows of the weight at a time, where the caller names no budget.
@@ -32,22 +34,26 @@ def linear_topk_logprobs(
     softcap: float | None = None,
     logit_scale: float | None = 1.0,
     memory_budget: int | None = None,
+    logits_dtype: str = "float32",
     strategy: str = "auto",
+    active_vocab: float | str | None = None,
 ) -> Tensor:
     """`log softmax(z)[ids]` over the whole vocabulary, `[*, k]`, without the `[*, V]` logits; exact, differentiable.
 
-    `log p_k = z_k - lse`: the engine gives `lse` (1 product forward, 3 backward, 2 with a frozen head), and the `k`
-    logits are products of a token's hidden state with `k` rows of the weight, gathered for some tokens at a time. The
-    rows are gathered again in backward, where the weight's gradient is summed into one fp32 `[V, H]` tensor.
+    With m the likeliest of a token's ids, `log p_j = log p_m + z_j - z_m`: the engine gives `log p_m` at the price of
+    `linear_logprobs`, and the `k` logits are products of a token's hidden state with `k` rows of the weight, gathered
+    for some tokens at a time. The rows are gathered again in backward, where the weight's gradient is summed into one
+    fp32 `[V, H]` tensor.
 
     Args:
         weight, bias: plain, or DTensors of a data-parallel mesh, which are gathered once; not spread as a vocabulary.
         ids: a slot with `ignore_index` holds nothing; its value is 0, with no gradient. A token without any other slot
             is not projected at all.
         temperature, softcap, logit_scale: as in `linear_logprobs`; a tensor of temperatures is `[*]`.
-        memory_budget: bytes of the gathered rows, default 64 MiB, and the budget of `linear_logprobs` for `lse`. The
-            fp32 sum `[V, H]` of a head that is trained comes on top.
-        strategy: of `linear_logprobs`: `"auto"`, `"recompute"`, or with a head that is not trained `"frozen"`.
+        memory_budget: bytes of the gathered rows, default 64 MiB, and the budget of `linear_logprobs`. The fp32 sum
+            `[V, H]` of a head that is trained comes on top.
+        logits_dtype, strategy, active_vocab: of `linear_logprobs`; the `k` logits are fp32 in any case, and their
+            gradients take in all of their rows.
 
     Returns:
         fp32 (fp64 for fp64 inputs).
@@ -63,8 +69,6 @@ def linear_topk_logprobs(
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids: got {type(ids).__name__}, expected a torch.Tensor")
     check_integer("ids", ids)
-    # A gradient of `lse` is needed, which neither of the others has to give.
-    check_choice("strategy", strategy, ("auto", "recompute", "frozen"))
     if ids.dim() == 0 or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [*, k] with k >= 1")
     if isinstance(hidden, Tensor) and hidden.dim() > 0 and hidden.shape[:-1] != ids.shape[:-1]:
@@ -75,41 +79,53 @@ def linear_topk_logprobs(
     if ranks > 1:
         raise ValueError(f"weight: got a vocabulary spread over {ranks} ranks, expected a whole weight, or one sharded "
                          "for data parallelism: rows are gathered by id")  # fmt: skip
-    hidden, weight, bias, _shard = local_head(hidden, weight, bias)
-    ids = ids.to(hidden.device, torch.int64)
+    check_tiling(strategy, memory_budget, logits_dtype, active_vocab)
+    check_deferred(strategy, "fused_linear_loss")
+    call = prepare(hidden, weight, ids[..., 0], bias, ignore_index, logits_dtype)
+    call.read(HeadTensors(per_token(temperature)), ("logprob",))
+    call.transform = make_transform(logit_scale, softcap, temperature)
+    ids = ids.to(call.hidden.device, torch.int64)
     present = ids != ignore_index
-    valid = (ids >= 0) & (ids < weight.shape[0])
+    valid = (ids >= 0) & (ids < call.vocab_size)
     # Not while tracing: the branch would depend on data.
     readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()
     if readable and bool((present & ~valid).any()):
         wrong = ids[present & ~valid][0].item()
-        raise ValueError(f"ids: got {wrong}, expected {ignore_index} or an id in [0, {weight.shape[0]})")
-    scored = present.any(-1)
-    # Any id of the token will do: `lse` does not depend on the target. Invalid ones make it NaN.
-    first = ids.masked_fill(~present, -1).amax(-1).masked_fill(~scored, ignore_index)
-    head: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
-    lse = linear_logprobs(
-        hidden, weight, first, bias, ignore_index=ignore_index, statistics=("lse",), memory_budget=memory_budget,
-        strategy=strategy, **head,
-    )["lse"]  # fmt: skip
-    precision = choose_precision(hidden, weight, "float32")
-    slots = ids.shape[-1]
+        raise ValueError(f"ids: got {wrong}, expected {ignore_index} or an id in [0, {call.vocab_size})")
+    logprobs_of = functools.partial(
+        linear_logprobs, call.hidden.view(*call.shape, -1), call.weight, bias=call.bias, ignore_index=ignore_index,
+        temperature=temperature, softcap=softcap, logit_scale=logit_scale, memory_budget=memory_budget,
+        logits_dtype=logits_dtype, strategy=strategy, active_vocab=active_vocab,
+    )  # fmt: skip
+    if ids.shape[-1] == 1:
+        return logprobs_of(target=ids[..., 0]).unsqueeze(-1)
+    scored, usable = present.any(-1), present & valid
     budget = _DEFAULT_BUDGET if memory_budget is None else memory_budget
+    logits = _logits_of(call, ids.masked_fill(~usable, 0), scored, budget)
+    # Its logit and its probability cancel in the gradient, and are the largest that do: those the engine subtracts
+    # before they are rounded.
+    likeliest = logits.detach().masked_fill(~usable, -torch.inf).argmax(-1, keepdim=True)
+    target = ids.masked_fill(~usable, 0).gather(-1, likeliest).squeeze(-1).masked_fill(~scored, ignore_index)
+    largest = logits.gather(-1, likeliest)
+    beside = torch.where(largest == -torch.inf, 0, logits - largest)
+    return (logprobs_of(target=target).unsqueeze(-1) + beside).masked_fill(~valid, torch.nan).masked_fill(~present, 0)
+
+
+def _logits_of(call: Call, ids: Tensor, scored: Tensor, budget: int) -> Tensor:
+    """`z` of the tokens' ids `[*, k]`, all of them in `[0, V)`, as finite as `scored` tokens are."""
+    slots, precision, transform = ids.shape[-1], call.precision, call.transform
     # The rows in the weight's dtype and once more in the sum's.
-    row_bytes = slots * weight.shape[1] * (precision.compute.itemsize + precision.statistics.itemsize)
-    flat = ids.masked_fill(~(present & valid), 0).reshape(-1, slots)
+    row_bytes = slots * call.weight.shape[1] * (precision.compute.itemsize + precision.statistics.itemsize)
+    hidden = call.hidden.masked_fill(~scored.reshape(-1, 1), 0)
     with outside_autocast(hidden.device):
         raw = _GatheredLogits.apply(
-            hidden.reshape(-1, hidden.shape[-1]).masked_fill(~scored.reshape(-1, 1), 0),
-            weight, bias, flat, precision, max(1, budget // row_bytes),
-        )  # fmt: skip
-        transform = make_transform(logit_scale, softcap, temperature)
-        if isinstance(temperature, Tensor):
-            temperature = temperature.to(raw).masked_fill(~scored, 1).reshape(-1)
+            hidden, call.weight, call.bias, ids.reshape(-1, slots), precision, max(1, budget // row_bytes)
+        )
+        if call.tensors.temperature is not None:
+            temperature = call.tensors.temperature.to(raw).masked_fill(~scored.reshape(-1), 1)
             transform = replace(transform, temperature=temperature)
         logits, _ = transform.apply(raw, None)
-    logprobs = logits.view(ids.shape) - lse.unsqueeze(-1)
-    return logprobs.masked_fill(~valid, torch.nan).masked_fill(~present, 0)
+    return logits.view(ids.shape)
 
 
 class _GatheredLogits(torch.autograd.Function):

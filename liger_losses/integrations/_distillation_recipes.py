@@ -220,18 +220,12 @@ def _some(ids: int, trained: int) -> tuple[int, int, int]:
     return 3 + trained, 3 + trained + ids, 4 + trained + ids if trained else 3 + ids
 
 
-def _distillation_weight(trainer: Any) -> float:
-    """SDPO's; beside it only a policy gradient is left."""
-    return float(getattr(trainer.args, "distillation_weight", 1.0))
-
-
 def _self_distillation_products(trainer: Any, trained: int) -> tuple[int, int, int]:
-    mode, weight = trainer.args.distillation_mode, _distillation_weight(trainer)
+    mode, weight = trainer.args.distillation_mode, getattr(trainer.args, "distillation_weight", 1.0)
     before, after, past = {
         "full_logits": _whole(trainer, trained),
         "sampled_token": _some(0, trained),
-        # Several tokens a position take the log-sum-exp of each row, whose strategy is to recompute.
-        "topk_logits": (3 + trained, 5 + trained, 5 + trained),
+        "topk_logits": _some(1, trained),
     }[mode]
     if weight == 0.0:
         return 2 + trained, 2 + trained, 2 + 2 * trained
@@ -240,33 +234,20 @@ def _self_distillation_products(trainer: Any, trained: int) -> tuple[int, int, i
     return before, after, past
 
 
-def _iw_opd_slots(trainer: Any) -> int:
-    """Tokens a position that are compared; 0: all of the vocabulary."""
-    slots, beta = trainer.loss_top_k, trainer.beta
-    if trainer.distillation_objective == "iw_opd":
-        return 1
-    vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
-    if not 0 < slots < vocabulary:
-        return 0
-    # For a mixture both models name some, otherwise one does.
-    return 2 * slots if 0 < beta < 1 else slots
-
-
 def _iw_opd_products(trainer: Any, trained: int) -> tuple[int, int, int]:
-    slots, beta = _iw_opd_slots(trainer), trainer.beta
+    slots, beta = trainer.loss_top_k, trainer.beta
+    vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
     if trainer.distillation_objective == "iw_opd":
         return _some(0, trained)
-    if slots == 0:
+    if not 0 < slots < vocabulary:
         return _whole(trainer, trained)
-    # Products beside those of the student's log-probabilities: to find the likeliest of either, whose log-probabilities
-    # TRL then has too, asked for or not; and the teacher's of the tokens that are compared.
-    if trainer.loss_top_k == 1 and beta > 0:
-        more = 3 + (trainer.reverse_kl_top_1_mode == "argmax")
-    else:
-        more = 2 + 3 * (0 < beta < 1)
-    # Several tokens a position take the log-sum-exp of each row, whose strategy is to recompute.
-    kept = 2 + trained + (slots > 1) + more
-    return 3 + trained, kept, 3 + trained + more if trained else kept
+    # To find the likeliest of either model, whose log-probabilities TRL then has too, asked for or not.
+    if slots == 1 and beta > 0:
+        return _some(2 + (trainer.reverse_kl_top_1_mode == "argmax"), trained)
+    if not 0 < beta < 1:
+        return _some(1, trained)
+    before, kept, _ = _some(5, trained)  # of the student's likeliest what dX needs, too, unless it is recomputed
+    return before, kept, kept
 
 
 _TWO_LOGITS: dict[str, Any] = {
@@ -281,9 +262,6 @@ _SELF = Recipe(
     **_TWO_LOGITS,
     overrides=_self_distillation,
     products=_self_distillation_products,
-    several_tokens=lambda trainer: (
-        trainer.args.distillation_mode == "topk_logits" and _distillation_weight(trainer) > 0
-    ),
     refused=_server_refused,
 )
 
@@ -298,13 +276,7 @@ DISTILLATION: dict[str, Recipe] = {
     ),
     "GKDTrainer": Recipe(**_TWO_LOGITS, overrides=_two_logits, products=_whole, refused=_logits_refused),
     "GOLDTrainer": Recipe(**_TWO_LOGITS, overrides=_two_logits, products=_whole, refused=_gold_refused),
-    "IWOPDTrainer": Recipe(
-        **_TWO_LOGITS,
-        overrides=_two_logits,
-        products=_iw_opd_products,
-        several_tokens=lambda trainer: _iw_opd_slots(trainer) > 1,
-        refused=_server_refused,
-    ),
+    "IWOPDTrainer": Recipe(**_TWO_LOGITS, overrides=_two_logits, products=_iw_opd_products, refused=_server_refused),
     "SDFTTrainer": _SELF,
     "SDPOTrainer": _SELF,
 }

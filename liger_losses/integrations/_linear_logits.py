@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from liger_losses.chunked import Divergence, linear_divergence, linear_logprobs, linear_topk_logprobs
+from liger_losses.chunked import Divergence, linear_divergence, linear_topk_logprobs
 from liger_losses.integrations._head import backbone_of, output_head
 from liger_losses.integrations._scored_logits import IGNORE_INDEX, positions_of
 from liger_losses.integrations._scoring import FusedHeadReport, backbone_inputs
@@ -143,14 +143,8 @@ class LinearLogits:
 
     def _log_probs(self, tokens: Tensor) -> Tensor:
         tokens = tokens.to(self.device).masked_fill(~self.scored[..., None], IGNORE_INDEX)
-        options = {**self._options, "temperature": self.temperature}
+        options = {**self._options, "temperature": self.temperature, **self.head.engine}
         with self._as_in_the_forward():
-            if tokens.shape[-1] == 1:
-                options |= self.head.engine
-                return linear_logprobs(self.hidden, self.weight, tokens[..., 0], self.bias, **options)[..., None]
-            if self.requires_grad:
-                check_several_tokens(self.head.active_vocab)
-            options["memory_budget"] = self.head.memory_budget
             return linear_topk_logprobs(self.hidden, self.weight, tokens, self.bias, **options)
 
     @torch.no_grad()
@@ -238,13 +232,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.gather: LinearLogits.gather,
     torch.topk: LinearLogits.topk,
 }
-
-
-def check_several_tokens(active_vocab: float | str | None) -> None:
-    """Raise for an active vocabulary where several tokens a position are compared."""
-    if active_vocab is not None:
-        raise ValueError(f"active_vocab: got {active_vocab!r} for a trainer that compares several tokens a position, "
-                         "through each row's log-sum-exp; expected None")  # fmt: skip
 
 
 def _refuse(what: str) -> NoReturn:

@@ -31,7 +31,6 @@ class Recipe:
         labels: Method that reads `model(...).logits` -> which tokens it scores, from the method's arguments by name;
             None where this call needs logits. Empty where the trainer asks its models for `fused_lm_head=True` itself.
         readers: Further methods that are handed those logits.
-        several_tokens: Whether it differentiates log-probabilities of several tokens a position.
         refused: Why this instance cannot be fused; None where it can.
         not_replaced: Where full logits are still built, and why.
     """
@@ -47,7 +46,6 @@ class Recipe:
     overrides: Callable[[Any, FusedHeadReport], dict[str, Callable[..., Any]]] = lambda trainer, head: {}
     labels: dict[str, Callable[[Any, dict[str, Any]], Labels | None]] = field(default_factory=dict)
     readers: tuple[str, ...] = ()
-    several_tokens: Callable[[Any], bool] = lambda trainer: False
     refused: Callable[[Any], str | None] = lambda trainer: None
     not_replaced: Callable[[Any], tuple[str, ...]] = lambda trainer: (
         ("compute_metrics: TRL builds full logits for it in evaluation",) * bool(trainer.compute_metrics)

@@ -16,7 +16,6 @@ from typing import Any
 
 from liger_losses._checks import check_flag
 from liger_losses._extras import require
-from liger_losses.integrations._linear_logits import check_several_tokens
 from liger_losses.integrations._recipe import Recipe
 from liger_losses.integrations._recipes import recipe_of
 from liger_losses.integrations._scored_logits import WithoutLogits, reading_scored_logits
@@ -122,7 +121,7 @@ def fuse_trainer(
         ImportError: TRL is older than 1.15, or 2 or newer.
         ValueError: A head cannot be fused (an adapter other than LoRA and DoRA on it, logits that are not those of a
             plain head, log-probabilities that are not the model's own), the trainer's model is an encoder-decoder, or
-            `active_vocab` is given to a trainer that differentiates the entropy or compares several tokens a position.
+            `active_vocab` is given to a trainer that differentiates the entropy.
         RuntimeError: Training has started.
 
     Example:
@@ -146,8 +145,6 @@ def fuse_trainer(
         )
     if reason := recipe.refused(trainer):
         raise ValueError(f"the {type(trainer).__name__} cannot be fused: {reason}.")
-    if recipe.several_tokens(trainer):
-        check_several_tokens(active_vocab)
     if state is not None:
         unfuse_trainer(trainer)
     accelerator = trainer.accelerator

