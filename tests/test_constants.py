@@ -123,3 +123,42 @@ def test_what_has_a_gradient_is_no_constant() -> None:
     module(case.hidden, case.weight, case.ids, case.mask, **given)[0].backward()
     assert values.grad is not None
     assert values.grad.abs().sum() > 0
+
+
+def _weighted_cross_entropy(**given: Tensor) -> Any:
+    module = ll.LigerFusedLinearCrossEntropyLoss(ce_weight=given.pop("ce_weight"))
+    return module(WEIGHT, HIDDEN, TARGET, **given)
+
+
+NUMBERS: dict[str, Case] = {
+    **CASES,
+    "cross entropy, weighted": (_weighted_cross_entropy, {"ce_weight": torch.ones(13), "token_weights": TOKEN}),
+    "cross entropy of logits, weighted": (
+        lambda ce_weight: ll.LigerCrossEntropyLoss(weight=ce_weight)((HIDDEN @ WEIGHT.T).flatten(0, 1), TARGET.flatten()),
+        {"ce_weight": torch.ones(13)},
+    ),
+}
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", NUMBERS)
+def test_a_constant_of_16_bits_is_read_as_the_number_that_it_is(case: str, dtype: torch.dtype) -> None:
+    """And summed, squared and divided by in fp32: in 16 bits sums of weights lose digits, or are infinite."""
+    call, given = NUMBERS[case]
+    generator = torch.Generator().manual_seed(1)
+    high = 3e4 if dtype == torch.float16 and case.endswith("weighted") else 20.0
+    narrow = {
+        name: (0.5 + high * torch.rand(value.shape, generator=generator)).to(dtype) if value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in narrow.items()}
+    found, expected = _tensors(call(**narrow)), _tensors(call(**wide))
+    assert all(tensor.isfinite().all() for tensor in expected)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

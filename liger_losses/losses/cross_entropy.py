@@ -142,7 +142,13 @@ class CrossEntropyLoss:
                 check_float_tensor(name, inputs[name], tuple(mask.shape))
         if _COUNT in inputs:
             self._check_count(inputs[_COUNT])
-        return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
+
+        def read(value: Tensor) -> Tensor:
+            # Sums of 16-bit weights lose digits in 16 bits, or are infinite.
+            kind = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
+            return value.to(mask.device, kind, non_blocking=True)
+
+        return {name: read(value) for name, value in inputs.items()}
 
     def _check_count(self, count: Tensor) -> None:
         check_divides(_COUNT, self.reduction)
