@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import DTYPES, Emit, RowState, differentiable_once, remember_implementation
+from ..kernels import DTYPES, Emit, RowState, differentiable_once, linked, remember_implementation
 from .active import TileGradient, Weighed
 from .hidden_gradient import HiddenGradient, HiddenSums, finish_hidden_gradient
 from .loss import Loss, check_result, differentiable_statistics, gradient_order, only_logprob
@@ -170,7 +170,7 @@ class ImmediateFunction(torch.autograd.Function):
         ctx.needs, ctx.shard = needs, walk.shard
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         of_hidden = HiddenSums(hidden.new_empty(0)) if product is None else product.sums()
-        ctx.save_for_backward(factor, *of_hidden, *total.tensors(hidden.device))
+        ctx.save_for_backward(factor, *of_hidden, *total.tensors(hidden.device), linked(hidden, weight, bias))
         extra = [*metrics.values(), *tiles.reported()]
         ctx.mark_non_differentiable(*extra)
         call.names.extend(metrics)
@@ -181,7 +181,7 @@ class ImmediateFunction(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return None, None, None, None
-        factor, *sums = ctx.saved_tensors
+        factor, *sums, _ = ctx.saved_tensors
         of_hidden, totals = HiddenSums(*sums[: len(HiddenSums._fields)]), WeightSums(*sums[len(HiddenSums._fields) :])
         factor = factor * upstream
         hidden = finish_hidden_gradient(of_hidden, factor, ctx.dtypes[0], ctx.shard) if ctx.needs[0] else None

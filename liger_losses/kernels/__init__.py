@@ -23,7 +23,7 @@ from .head_mass import head_mask, head_share
 from .layer_norm import layer_norm
 from .merge_shards import merge_shards, shard_numbers
 from .products import matmul
-from .registration import differentiable_once, remember_implementation, transformed, wide_dtype
+from .registration import differentiable_once, linked, remember_implementation, transformed, wide_dtype
 from .rms_norm import CASTING_MODES, fused_add_rms_norm, rms_norm
 from .rotary import rotary
 from .scaled_cast import RowTails, scaled_cast
@@ -70,6 +70,7 @@ __all__ = [
     "head_share",
     "implementation",
     "layer_norm",
+    "linked",
     "matmul",
     "merge_shards",
     "packed_gated_activation",

@@ -24,6 +24,26 @@ class _Undifferentiable(torch.autograd.Function):
         raise NotImplementedError("second derivatives are not supported: this gradient has no derivative of its own")
 
 
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *others: Tensor | None) -> Tensor:
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError  # what depends on it is sealed
+
+
+def linked(first: Tensor, *others: Tensor | None) -> Tensor:
+    """In `forward`: a tensor of no elements that depends on those given and keeps none of them.
+
+    To be saved where they are not, for `differentiable_once` seals what depends on saved tensors.
+    """
+    with torch.enable_grad():
+        out: Tensor = _Linked.apply(first, *others)
+    return out
+
+
 def remember_implementation(ctx: Any) -> None:
     """In `forward`: `backward` will run what was asked for here, though autograd runs it in a thread of the device."""
     ctx.implementation = None if torch.compiler.is_compiling() else requested()

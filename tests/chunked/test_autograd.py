@@ -322,6 +322,11 @@ def test_a_second_derivative_raises(build: Callable[..., Any], name: str) -> Non
     gradient = torch.autograd.grad(value, case.weight, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
         gradient.square().sum().backward()
+    for leaf in case.leaves:  # a graph of its own, of which only what leads to this leaf is looked at
+        value = sum(v.sum() for v in differentiable(build(case, name)(*case.leaves)))
+        gradient = torch.autograd.grad(value, case.weight, create_graph=True)[0]
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+            torch.autograd.grad(value + gradient.square().sum(), leaf)
 
 
 SECOND = {
