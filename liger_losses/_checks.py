@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a temperature or a softcap may be: fp32's smallest normal number, whose inverse is still finite, and its largest.
 FP32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 
@@ -21,12 +22,21 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def check_whole(name: str, tensor: object) -> None:
-    """Raise for a DTensor where nothing would gather it: what each rank made of its part would pass for the whole."""
+    """Raise for a tensor that has not all its numbers here, one beside the other: sparse, nested, on meta.
+
+    And for a DTensor where nothing would gather it: what each rank made of its part would pass for the whole.
+    """
     if is_dtensor(tensor):
         spread: Any = tensor
         placements = ", ".join(map(str, spread.placements))
         raise TypeError(f"{name}: got a DTensor with {placements}, expected a whole tensor: full_tensor() gathers it, "
                         "to_local() is this rank's part")  # fmt: skip
+    if isinstance(tensor, Tensor):
+        if tensor.layout != torch.strided or tensor.is_nested:
+            seen = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name}: got {seen}, expected a dense tensor")
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
 
 
 def check_number(
@@ -121,7 +131,17 @@ def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> No
     if not isinstance(value, Tensor) or not value.is_floating_point():
         seen = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: got {seen}, expected a floating-point tensor")
+    if value.dtype not in FLOATING:
+        raise TypeError(f"{name}: got {value.dtype}, expected one of {', '.join(map(str, FLOATING))}")
     check_shape(name, value, *shapes)
+
+
+def check_scored_logprobs(name: str, value: object) -> None:
+    """Raise unless `value` is a floating-point tensor `[rows, tokens]`."""
+    check_float_tensor(name, value)
+    assert isinstance(value, Tensor)
+    if value.dim() != 2:
+        raise ValueError(f"{name}: got shape {list(value.shape)}, expected [rows, tokens]")
 
 
 def check_constant(name: str, value: Tensor | None) -> None:

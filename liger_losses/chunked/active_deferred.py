@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._constants import savable
 from ..kernels import Emit, differentiable_once, remember_implementation
 from .active import TileGradient
 from .deferred import backward, forward, outside_autocast, tile_ranges
@@ -63,7 +64,7 @@ class ActiveFunction(torch.autograd.Function):
         remember_implementation(ctx)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, name in zip(values, call.names, strict=True) if name != call.one))
-        ctx.save_for_backward(hidden, weight, bias, lse, scale, cache, *of_hidden, *tensors)
+        ctx.save_for_backward(*savable(hidden, weight, bias), lse, scale, cache, *of_hidden, *savable(*tensors))
         return tuple(values)
 
     @staticmethod

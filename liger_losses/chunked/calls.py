@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
+from .._constants import taken
 from .active_deferred import ActiveCall, ActiveFunction
 from .call import Call, prepare
 from .deferred import describe, forward, outside_autocast
@@ -95,6 +96,8 @@ def run_loss(
     call.choose_columns(active_vocab, differentiable)
     scored = None if torch.compiler.is_compiling() else call.scored_tokens().to(hidden.device)
     mask = call.target_tensor() != ignore_index if scored is None else scored.mask
+    mask = taken(mask, mask.device)
+    inputs = {name: taken(value, mask.device) for name, value in inputs.items()}
     inputs = prepared_inputs(loss, mask, inputs)
     check_inputs(loss, hidden, inputs, unit_rows)
     fixed = not any(value.requires_grad for value in inputs.values())

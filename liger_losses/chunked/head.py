@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._checks import FLOATING
 from ..kernels import transformed, wide_dtype
-
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)

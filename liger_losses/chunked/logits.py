@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_whole
+from .._constants import savable
 from ..kernels import (
     DIFFERENTIABLE,
     DTYPES,
@@ -201,7 +202,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.set_materialize_grads(False)
     names = ctx.scalars[0].split(",")
     entropy = output[names.index("entropy")] if "entropy" in names else None
-    ctx.save_for_backward(*tensors, entropy, output[-1])
+    ctx.save_for_backward(*savable(*tensors), entropy, output[-1])
 
 
 @differentiable_once

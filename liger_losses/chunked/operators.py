@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._constants import savable
 from ..kernels import (
     DIFFERENTIABLE,
     DTYPES,
@@ -230,7 +231,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.set_materialize_grads(False)
     names = options.names
     entropy = output[names.index("entropy")] if "entropy" in names else None
-    ctx.save_for_backward(hidden, weight, bias, target, index, *tensors, entropy, *output[len(names) :])
+    given = savable(hidden, weight, bias, target, index, *tensors)
+    ctx.save_for_backward(*given, entropy, *output[len(names) :])
 
 
 @differentiable_once

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_constant, check_float_tensor, check_size
+from .._constants import taken
 from ..chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from ..chunked.head import NAMES, check_head
 from ..chunked.placements import check_placed
@@ -35,9 +36,12 @@ class CallOptions:
     chunk_size: int = 1
 
     def __post_init__(self) -> None:
-        for options in (self.policy(), self.reference()):
-            scale = options["logit_scale"]
-            LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
+        _check_transform(self.policy())
+        changed = {name: f"ref_{name}" for name in ("softcap", "logit_scale") if getattr(self, f"ref_{name}") is not None}
+        try:
+            _check_transform(self.reference())
+        except (TypeError, ValueError) as error:
+            raise renamed(error, changed) from None
         check_ignore_index(self.ignore_index)
         check_tiling(self.strategy, self.memory_budget, self.logits_dtype, self.active_vocab)
         check_size("chunk_size", self.chunk_size)
@@ -86,6 +90,11 @@ class CallOptions:
         return None if self.chunk_size == 1 else self.chunk_size
 
 
+def _check_transform(options: Mapping[str, Any]) -> None:
+    scale = options["logit_scale"]
+    LogitTransform(1.0 if scale is None else scale, options["softcap"], options["temperature"])
+
+
 _REFERENCE = ("ref_input", "ref_weight", "ref_bias")
 
 
@@ -123,11 +132,13 @@ class Reference:
         if by_head:
             check_head_as(_REFERENCE, self.hidden, self.weight, self.bias, target_shape, target_name)
 
-    def inputs(self, target: Tensor | ScoredTokens, options: CallOptions) -> dict[str, Tensor]:
+    def inputs(
+        self, target: Tensor | ScoredTokens, options: CallOptions, device: torch.device
+    ) -> dict[str, Tensor]:
         """The loss's input of the reference: `ref_logprobs` from one product of its head, or what was known."""
         known = [value for value in self.known.values() if value is not None]
         if known:
-            return {self.known_as: known[0] if len(known) == 1 else torch.cat(known)}
+            return {self.known_as: known[0] if len(known) == 1 else torch.cat([taken(v, device) for v in known])}
         if self.hidden is None or self.weight is None:
             return {}
         try:
@@ -216,7 +227,7 @@ def fused_loss(
     if isinstance(target, ScoredTokens):
         target.check_range(len(weight), target_name)
         reference.check_range(target, len(weight), names[1])
-    inputs = {**(inputs or {}), **reference.inputs(target, options)}
+    inputs = {**(inputs or {}), **reference.inputs(target, options, hidden.device)}
     try:
         return fused_linear_loss(
             loss,

@@ -382,8 +382,8 @@ class LigerFusedLinearBCELoss(torch.nn.Module):
         check_head_as(_HEAD, _input, lin_weight, bias, positives.shape[:1], "positives")
         if row_weights is not None:
             check_float_tensor("row_weights", row_weights, (len(positives),))
-        # Every row is scored, also one without a positive.
-        target = torch.zeros(1, len(positives), dtype=torch.int64)
+        # Every row is scored, also one without a positive. On the host: counting them waits for nothing.
+        target = torch.zeros(1, len(positives), dtype=torch.int64, device="cpu")
         options = {**self.options.policy(), "strategy": self.options.strategy, "positives": positives.unsqueeze(0)}
         if self.reduction == "none":
             loss = -linear_logprobs(_input.unsqueeze(0), lin_weight, target, bias, **options).squeeze(0)

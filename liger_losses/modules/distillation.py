@@ -65,7 +65,7 @@ class _Distillation(torch.nn.Module):
             if not isinstance(hidden, Tensor):
                 raise TypeError(f"student_input: got {type(hidden).__name__}, expected a torch.Tensor")
             # On the host: counting them waits for nothing.
-            labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
+            labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device="cpu")
         elif not isinstance(labels, (Tensor, ScoredTokens)):
             raise TypeError(f"{labels_name}: got {type(labels).__name__}, expected a torch.Tensor")
         if isinstance(labels, Tensor):

@@ -93,8 +93,7 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
         if response_mask is not None:
             if nll_target is not None:
                 raise ValueError("response_mask: got a tensor beside nll_target, expected one of the two")
-            mask = response_mask.to(_input.device, non_blocking=True)
-            return self._result(self.loss, lin_weight, _input, target, bias, response_mask=mask)
+            return self._result(self.loss, lin_weight, _input, target, bias, response_mask=response_mask)
         if nll_target is None:
             return self._result(self.loss, lin_weight, _input, target, bias)
         return self._with_labels_of_its_own(lin_weight, _input, target, bias, nll_target)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_count, check_flag, check_shape
+from .._checks import check_choice, check_count, check_flag, check_shape, check_size
 from ..chunked.loss import check_constants
 from ..chunked.placements import vocabulary_ranks
 from ..chunked.tokens import check_target
@@ -106,6 +106,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         check_flag("use_ref_model", use_ref_model)
         check_flag("named_metrics", named_metrics)
         check_choice("loss_type", loss_type, tuple(POLICY_TYPES))
+        if max_completion_length is not None:
+            check_size("max_completion_length", max_completion_length)
         if use_ref_model and beta == 0:
             raise ValueError("use_ref_model: got True with beta=0, which reads no reference; expected False")
         self.loss = GRPOLoss(
@@ -241,7 +243,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
 def _check_inputs(loss: GRPOLoss, shape: tuple[int, ...], inputs: dict[str, Tensor]) -> None:
     """The loss's own check, before a reference is projected and under the names the caller used."""
-    reference = {"ref_logprobs": torch.empty(shape, device="meta")} if loss.beta != 0 else {}
+    reference = {"ref_logprobs": torch.zeros((), device="cpu").expand(shape)} if loss.beta != 0 else {}
     try:
         loss.check_inputs(shape, {**inputs, **reference})
         check_constants(loss, inputs)
@@ -271,4 +273,4 @@ def _target(ids: Tensor, attention_mask: Tensor, hidden: Tensor) -> Tensor:
         raise TypeError(str(error).replace("target", "selected_token_ids")) from None
     # An id of -100 under the mask would pass for one that is not scored; -1 is refused like any other that is no class.
     ids = ids.to(torch.int64)
-    return ids.masked_fill(ids == _IGNORE, -1).masked_fill(attention_mask == 0, _IGNORE)
+    return ids.masked_fill(ids == _IGNORE, -1).masked_fill((attention_mask == 0).to(ids.device, non_blocking=True), _IGNORE)
