@@ -136,12 +136,18 @@ def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> No
     check_shape(name, value, *shapes)
 
 
-def check_scored_logprobs(name: str, value: object) -> None:
-    """Raise unless `value` is a floating-point tensor `[rows, tokens]`."""
-    check_float_tensor(name, value)
-    assert isinstance(value, Tensor)
-    if value.dim() != 2:
-        raise ValueError(f"{name}: got shape {list(value.shape)}, expected [rows, tokens]")
+def check_lengths(name: str, value: object, *shapes: tuple[int, ...]) -> None:
+    """Raise unless `value` is a tensor of real numbers, whole or not, of one of `shapes`."""
+    if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_complex():
+        seen = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: got {seen}, expected a tensor of numbers")
+    check_shape(name, value, *shapes)
+
+
+def check_device(name: str, value: Tensor, other: str, like: Tensor) -> None:
+    """Raise unless both are on one device."""
+    if value.device != like.device:
+        raise ValueError(f"{name}: got device {value.device}, expected {like.device}, that of {other}")
 
 
 def check_constant(name: str, value: Tensor | None) -> None:
@@ -167,10 +173,11 @@ def check_scored(mask: object, *shapes: tuple[int, ...]) -> None:
 
 def check_mask(mask: Tensor, logprobs: Tensor) -> None:
     """Raise unless `mask` says of each of the log-probabilities `[rows, tokens]` whether it is scored."""
+    check_float_tensor("logprobs", logprobs)
     check_scored(mask)
-    check_whole("logprobs", logprobs)
     if mask.dim() != 2 or mask.shape != logprobs.shape:
         raise ValueError(
             f"mask: got shape {list(mask.shape)}, expected [rows, tokens], the shape of logprobs, which is "
             f"{list(logprobs.shape)}"
         )
+    check_device("mask", mask, "logprobs", logprobs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_divides, check_float_tensor, check_names
+from .._constants import taken
 from .._weighting import divided, divisor, weighted
 from ..kernels import DISTILLATION
 from .loss import check_statistics
@@ -56,7 +57,7 @@ class DistillationLoss:
         if COUNT in inputs:
             check_divides(COUNT, self.reduction)
             check_count(COUNT, inputs[COUNT])
-        return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
+        return {name: taken(value, mask.device) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         scored = mask.sum().clamp_min(1)

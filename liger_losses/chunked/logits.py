@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_whole
+from .._checks import FLOATING, check_whole
 from .._constants import savable
 from ..kernels import (
     DIFFERENTIABLE,
@@ -24,7 +24,7 @@ from ..kernels import (
     tile_gradient,
     wide_dtype,
 )
-from .head import FLOATING, refuse_transforms
+from .head import refuse_transforms
 from .head_tensors import HeadTensors, check_head_tensors, logit_coefficients, make_transform
 from .loss import check_differentiable, check_statistics
 from .tokens import check_ignore_index, check_range, check_target, upload

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._checks import is_dtensor
-from .head import FLOATING, NAMES
+from .._checks import FLOATING, is_dtensor
+from .head import NAMES
 from .parallel import VocabularyShard
 from .teacher import Teacher
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .._checks import check_shared
+from .._checks import FLOATING, check_shared
 from ..kernels import Columns, Divergence, LogitTransform, TeacherTile, visit_bytes
-from .head import FLOATING, Precision
+from .head import Precision
 from .problem import Problem
 
 

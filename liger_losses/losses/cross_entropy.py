@@ -19,6 +19,7 @@ from .._checks import (
     check_number,
     check_size,
 )
+from .._constants import taken
 from .._weighting import divided, divisor, weighted
 from .selection import TokenSelection
 
@@ -146,7 +147,7 @@ class CrossEntropyLoss:
         def read(value: Tensor) -> Tensor:
             # Sums of 16-bit weights lose digits in 16 bits, or are infinite.
             kind = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
-            return value.to(mask.device, kind, non_blocking=True)
+            return taken(value, mask.device, kind)
 
         return {name: read(value) for name, value in inputs.items()}
 
@@ -256,7 +257,7 @@ class BinaryCrossEntropyLoss:
         check_names("inputs", inputs, ("token_weights",))
         for name, value in inputs.items():
             check_float_tensor(name, value, tuple(mask.shape))
-        return {name: value.to(mask.device, non_blocking=True) for name, value in inputs.items()}
+        return {name: taken(value, mask.device) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.reduction == "sum":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import (
     check_choice,
+    check_device,
     check_flag,
     check_float_tensor,
     check_fp32_range,
@@ -19,6 +20,7 @@ from .._checks import (
     check_shared,
     check_temperature,
 )
+from .._constants import taken
 from ..kernels import check_of_logits
 from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, probability_times
 
@@ -166,18 +168,20 @@ def check_pair(
         check_float_tensor(name, tensor)
         if tensor.dim() == 0 or tensor.shape[-1] == 0:
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [*, V] with V >= 1")
+    check_device(names[1], teacher, names[0], student)
     stop = None if same_size else -1
     if student.shape[:stop] != teacher.shape[:stop]:
         expected = list(student.shape) if same_size else [*student.shape[:-1], "V"]
         raise ValueError(f"{names[1]}: got shape {list(teacher.shape)}, expected {expected}")
     if mask is not None:
         check_scored(mask, tuple(student.shape[:-1]))
+        check_device("mask", mask, names[0], student)
 
 
 def scored_rows(student: Tensor, teacher: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both in one wide dtype; equal rows where not scored, which no kind finds any divergence in."""
     wide = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
-    student, teacher = student.to(wide), teacher.to(wide)
+    student, teacher = student.to(wide), taken(teacher, teacher.device, wide)
     if mask is None:
         return student, teacher
     unscored = ~mask.unsqueeze(-1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count, check_float_tensor, check_mask
+from .._constants import taken
 from .._weighting import divided
 from .._weighting import divisor as of_count
 from .policy_options import PolicyOptions
@@ -375,7 +376,7 @@ class GRPOLoss(PolicyOptions):
 def _clean(name: str, value: Tensor, mask: Tensor) -> Tensor:
     """A constant (but for `values`) of at least fp32, with zeros where nothing is scored."""
     value = value if name == "values" else value.detach()
-    value = value.to(torch.promote_types(value.dtype, torch.float32))
+    value = taken(value, mask.device, torch.promote_types(value.dtype, torch.float32))
     return value.masked_fill(~mask, 0) if value.shape == mask.shape else value
 
 

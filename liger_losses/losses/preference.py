@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_float_tensor, check_number, check_shape
+from .._checks import check_choice, check_device, check_float_tensor, check_lengths, check_number
+from .._constants import taken
 from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference_types import LOSS_TYPES, LossType, Pairs
 
@@ -232,6 +233,7 @@ def dpo_loss(
     if ref_chosen_logps is None or ref_rejected_logps is None:
         ref_chosen_logps = ref_rejected_logps = torch.zeros_like(chosen_logps)
     check_float_tensor("rejected_logps", rejected_logps, shape)
+    check_device("rejected_logps", rejected_logps, "chosen_logps", chosen_logps)
     check_float_tensor("ref_chosen_logps", ref_chosen_logps, shape)
     check_float_tensor("ref_rejected_logps", ref_rejected_logps, shape)
     for name, value, need in (
@@ -246,22 +248,23 @@ def dpo_loss(
             raise ValueError(f"{name}: got a tensor, expected None: {named} has no use for it")
     lengths = None
     if chosen_lengths is not None and rejected_lengths is not None:
-        check_shape("chosen_lengths", chosen_lengths, shape)
-        check_shape("rejected_lengths", rejected_lengths, shape)
-        lengths = (chosen_lengths, rejected_lengths)
+        check_lengths("chosen_lengths", chosen_lengths, shape)
+        check_lengths("rejected_lengths", rejected_lengths, shape)
+        lengths = (taken(chosen_lengths, chosen_logps.device), taken(rejected_lengths, chosen_logps.device))
     if chosen_nll is not None:
         check_float_tensor("chosen_nll", chosen_nll, (), shape)
     if pair_weights is not None:
         check_float_tensor("pair_weights", pair_weights, shape)
         objective.check_pair_weights("pair_weights")
+        pair_weights = taken(pair_weights, chosen_logps.device)
     dtype = torch.float32
     for value in (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
         dtype = torch.promote_types(dtype, value.dtype)
     return objective.losses(
         chosen_logps.to(dtype),
         rejected_logps.to(dtype),
-        ref_chosen_logps.to(dtype),
-        ref_rejected_logps.to(dtype),
+        taken(ref_chosen_logps, chosen_logps.device, dtype),
+        taken(ref_rejected_logps, chosen_logps.device, dtype),
         lengths,
         chosen_nll,
         pair_weights,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_float_tensor, check_number, check_shape, check_whole
+from .._checks import check_choice, check_device, check_flag, check_float_tensor, check_number, check_shape
 from .f_divergence import f_divergence_score
 from .pairs import pair_count, pair_metrics, pair_totals, split_pairs
 from .preference_types import FLIPS, logistic
@@ -32,7 +32,7 @@ def log_odds(
     `logps` is kept at or below minus the dtype's epsilon, where `p` is the largest number below 1: a model that is sure
     of every token has finite odds, and no gradient that would make it surer.
     """
-    check_whole("logps", logps)
+    check_float_tensor("logps", logps)
     bounded = logps.clamp(max=-torch.finfo(logps.dtype).eps)
     return bounded - torch.log(-torch.expm1(bounded))
 
@@ -182,6 +182,7 @@ def reference_free_loss(
     if chosen_logps.dim() != 1:
         raise ValueError(f"chosen_logps: got shape {list(chosen_logps.shape)}, expected [pairs]")
     check_float_tensor("rejected_logps", rejected_logps, (chosen_logps.shape[0],))
+    check_device("rejected_logps", rejected_logps, "chosen_logps", chosen_logps)
     dtype = torch.promote_types(torch.promote_types(chosen_logps.dtype, rejected_logps.dtype), torch.float32)
     difference = objective.difference(chosen_logps.to(dtype), rejected_logps.to(dtype))
     return objective.type.per_pair(difference, objective)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_float_tensor, check_mask, check_whole
+from .._checks import check_flag, check_float_tensor, check_mask, check_number, check_scored
 from .pairs import pair_count, split_pairs
 
 
@@ -17,7 +17,9 @@ def sequence_lengths(
     mask: Tensor,  # [R, T] bool
 ) -> Tensor:
     """Scored tokens per row, `[R]` int64."""
-    check_whole("mask", mask)
+    check_scored(mask)
+    if mask.dim() != 2:
+        raise ValueError(f"mask: got shape {list(mask.shape)}, expected [rows, tokens]")
     return mask.sum(dim=1)
 
 
@@ -31,6 +33,7 @@ def sequence_logprobs(
 
     Returns `[R]`. Raises TypeError if `mask` is not bool, ValueError if the shapes differ.
     """
+    check_flag("average", average)
     check_mask(mask, logprobs)
     total = logprobs.masked_fill(~mask, 0).sum(dim=1)
     return total / sequence_lengths(mask).clamp_min(1) if average else total
@@ -49,6 +52,7 @@ def length_desensitized_logprobs(
 
     Liu et al., "Length Desensitization in Direct Preference Optimization", arXiv:2409.06411.
     """
+    check_number("ld_alpha", ld_alpha, low=0, high=1)
     check_mask(mask, logprobs)
     pair_count(mask.shape[0])
     shared = torch.minimum(*split_pairs(sequence_lengths(mask))).repeat(2)

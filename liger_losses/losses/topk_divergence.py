@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names, check_scored
+from .._constants import taken
 from .._weighting import divided, divisor, weighted
 from .divergence import check_divergence, check_pair, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
@@ -131,7 +132,8 @@ def sampled_kl(
     check_choice("estimator", estimator, tuple(KL_ESTIMATORS))
     check_float_tensor("student_logprobs", student_logprobs)
     check_float_tensor("teacher_logprobs", teacher_logprobs, tuple(student_logprobs.shape))
-    difference = student_logprobs - teacher_logprobs.detach().to(student_logprobs.dtype)
+    teacher_logprobs = taken(teacher_logprobs.detach(), student_logprobs.device)
+    difference = student_logprobs - teacher_logprobs.to(student_logprobs.dtype)
     if mask is not None:
         check_scored(mask, tuple(student_logprobs.shape))
         difference = difference.masked_fill(~mask, 0)
@@ -178,7 +180,7 @@ class SampledKLLoss:
                 check_float_tensor(name, inputs[name], tuple(mask.shape))
         if "num_items_in_batch" in inputs:
             check_count("num_items_in_batch", inputs["num_items_in_batch"])
-        return {name: value.detach().to(mask.device, non_blocking=True) for name, value in inputs.items()}
+        return {name: taken(value.detach(), mask.device) for name, value in inputs.items()}
 
     def totals(self, mask: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         scored = mask.sum()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_flag, check_float_tensor, check_names, check_number, check_shape
+from .._constants import taken
 from .sequence import sequence_logprobs
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
@@ -67,6 +68,7 @@ def kto_loss(
         reference_free=ref_logps is None,
     )
     log_ratios = _log_ratios(logps, labels, ref_logps)
+    labels = taken(labels, logps.device)
     if kl is not None:
         loss.check_kl("kl", kl, logps.shape[0])
         kl = kl.reshape(()) if kl.shape == (1,) else kl
@@ -96,6 +98,7 @@ def bco_loss(
     """
     loss = BCOLoss(beta=beta, reference_free=ref_logps is None)
     log_ratios = _log_ratios(logps, labels, ref_logps)
+    labels = taken(labels, logps.device)
     if isinstance(shift, Tensor):
         check_float_tensor("shift", shift, ())
     else:
@@ -127,7 +130,7 @@ def _log_ratios(logps: Tensor, labels: Tensor, ref_logps: Tensor | None) -> Tens
         return logps.to(dtype)
     check_float_tensor("ref_logps", ref_logps, tuple(logps.shape))
     dtype = torch.promote_types(dtype, ref_logps.dtype)
-    return logps.to(dtype) - ref_logps.detach().to(dtype)
+    return logps.to(dtype) - taken(ref_logps.detach(), logps.device, dtype)
 
 
 def _of_labels(labels: Tensor, desirable: Tensor, undesirable: Tensor) -> Tensor:

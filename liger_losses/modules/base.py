@@ -37,11 +37,11 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         _check_transform(self.policy())
-        changed = {name: f"ref_{name}" for name in ("softcap", "logit_scale") if getattr(self, f"ref_{name}") is not None}
+        given = {"softcap": self.ref_softcap, "logit_scale": self.ref_logit_scale}
         try:
             _check_transform(self.reference())
         except (TypeError, ValueError) as error:
-            raise renamed(error, changed) from None
+            raise renamed(error, {name: f"ref_{name}" for name, value in given.items() if value is not None}) from None
         check_ignore_index(self.ignore_index)
         check_tiling(self.strategy, self.memory_budget, self.logits_dtype, self.active_vocab)
         check_size("chunk_size", self.chunk_size)
@@ -132,9 +132,7 @@ class Reference:
         if by_head:
             check_head_as(_REFERENCE, self.hidden, self.weight, self.bias, target_shape, target_name)
 
-    def inputs(
-        self, target: Tensor | ScoredTokens, options: CallOptions, device: torch.device
-    ) -> dict[str, Tensor]:
+    def inputs(self, target: Tensor | ScoredTokens, options: CallOptions, device: torch.device) -> dict[str, Tensor]:
         """The loss's input of the reference: `ref_logprobs` from one product of its head, or what was known."""
         known = [value for value in self.known.values() if value is not None]
         if known:

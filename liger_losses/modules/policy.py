@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_flag, check_shape, check_size
+from .._constants import taken
 from ..chunked.loss import check_constants
 from ..chunked.placements import vocabulary_ranks
-from ..chunked.tokens import check_target
+from ..chunked.tokens import check_integer
 from ..losses import GRPOLoss
 from ..losses.policy_types import POLICY_TYPES
 from .base import CallOptions, Reference, fused_loss
@@ -267,10 +268,8 @@ def _target(ids: Tensor, attention_mask: Tensor, hidden: Tensor) -> Tensor:
             "and tokens of selected_token_ids"
         )
     check_shape("attention_mask", attention_mask, tuple(ids.shape))
-    try:
-        check_target(ids)
-    except TypeError as error:
-        raise TypeError(str(error).replace("target", "selected_token_ids")) from None
+    check_integer("selected_token_ids", ids)
     # An id of -100 under the mask would pass for one that is not scored; -1 is refused like any other that is no class.
     ids = ids.to(torch.int64)
-    return ids.masked_fill(ids == _IGNORE, -1).masked_fill((attention_mask == 0).to(ids.device, non_blocking=True), _IGNORE)
+    ignored = taken(attention_mask == 0, ids.device)
+    return ids.masked_fill(ids == _IGNORE, -1).masked_fill(ignored, _IGNORE)
