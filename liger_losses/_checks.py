@@ -22,9 +22,8 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def check_whole(name: str, tensor: object) -> None:
-    """Raise for a tensor that has not all its numbers here, one beside the other: sparse, nested, on meta.
-
-    And for a DTensor where nothing would gather it: what each rank made of its part would pass for the whole.
+    """`check_dense`; and raise for a DTensor where nothing would gather it: what each rank made of its part would pass
+    for the whole.
     """
     if is_dtensor(tensor):
         spread: Any = tensor
@@ -32,11 +31,16 @@ def check_whole(name: str, tensor: object) -> None:
         raise TypeError(f"{name}: got a DTensor with {placements}, expected a whole tensor: full_tensor() gathers it, "
                         "to_local() is this rank's part")  # fmt: skip
     if isinstance(tensor, Tensor):
-        if tensor.layout != torch.strided or tensor.is_nested:
-            seen = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-            raise TypeError(f"{name}: got {seen}, expected a dense tensor")
-        if tensor.device.type == "meta":
-            raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise for a tensor that has not a number at every place: sparse, nested, on meta."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        seen = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: got {seen}, expected a dense tensor")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
 
 
 def check_number(
@@ -87,6 +91,8 @@ def check_count(name: str, value: object) -> Tensor:
         check_shape(name, value, ())
         if value.dtype == torch.bool or value.is_complex():
             raise TypeError(f"{name}: got {value.dtype}, expected a number")
+        if value.is_floating_point():
+            check_float_tensor(name, value)
         readable = value.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and not value.item() > 0:
             raise ValueError(f"{name}: got {value.item()}, expected > 0")
@@ -94,7 +100,7 @@ def check_count(name: str, value: object) -> Tensor:
     check_number(name, value, above=0)
     if not isinstance(value, int):
         raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int or a torch.Tensor")
-    return torch.as_tensor(value)
+    return torch.as_tensor(value, device="cpu")
 
 
 def check_names(argument: str, given: Iterable[str], known: tuple[str, ...]) -> None:
@@ -136,11 +142,13 @@ def check_float_tensor(name: str, value: object, *shapes: tuple[int, ...]) -> No
     check_shape(name, value, *shapes)
 
 
-def check_lengths(name: str, value: object, *shapes: tuple[int, ...]) -> None:
+def check_numbers(name: str, value: object, *shapes: tuple[int, ...]) -> None:
     """Raise unless `value` is a tensor of real numbers, whole or not, of one of `shapes`."""
     if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_complex():
         seen = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: got {seen}, expected a tensor of numbers")
+    if value.is_floating_point():
+        check_float_tensor(name, value)
     check_shape(name, value, *shapes)
 
 

@@ -64,7 +64,11 @@ class FusedHead(nn.Module):
     def __init__(self, linear: nn.Linear, loss: nn.Module | Loss | None = None, **options: Any) -> None:
         super().__init__()
         if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: got {type(linear).__name__}, expected a torch.nn.Linear")
+            kind = type(linear)
+            raise TypeError(
+                f"linear: got a {kind.__module__}.{kind.__qualname__}, expected a torch.nn.Linear; an adapter on "
+                "a head is for liger_losses.integrations.transformers.fuse_head(model)"
+            )
         if isinstance(loss, nn.Module):
             names = tuple(inspect.signature(loss.forward).parameters)
             if not set(names) & set(_WEIGHTS):

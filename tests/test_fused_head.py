@@ -36,6 +36,14 @@ def test_by_position_and_by_name(loss: Any) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_what_is_no_linear_layer_is_named_in_full() -> None:
+    # An adapter's class may have the name of torch's own.
+    other = type("Linear", (nn.Module,), {"__module__": "peft.tuners.lora.layer"})
+    message = "linear: got a peft.tuners.lora.layer.Linear, expected a torch.nn.Linear; an adapter on a head is for "
+    with pytest.raises(TypeError, match=rf"^{re.escape(message)}liger_losses\.integrations.*fuse_head\(model\)$"):
+        FusedHead(other())
+
+
 @pytest.mark.parametrize("loss", LOSSES, ids=["statistics", "object", "module"])
 def test_arguments_that_are_missing_or_too_many(loss: Any) -> None:
     head, hidden, target = made(loss)

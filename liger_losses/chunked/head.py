@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._checks import FLOATING
+from .._checks import FLOATING, check_dense
 from ..kernels import transformed, wide_dtype
 
 
@@ -74,10 +74,7 @@ def check_head(
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense tensor")
-        if tensor.device.type == "meta":
-            raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
+        check_dense(name, tensor)
     assert hidden is not None
     assert weight is not None
     refuse_transforms(hidden, weight, bias)

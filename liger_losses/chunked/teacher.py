@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .._checks import FLOATING, check_shared
+from .._checks import FLOATING, check_dense, check_shared
 from ..kernels import Columns, Divergence, LogitTransform, TeacherTile, visit_bytes
 from .head import Precision
 from .problem import Problem
@@ -127,6 +127,7 @@ def check_teacher(
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATING))}")
+        check_dense(name, tensor)
         if tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, expected {device}, that of hidden")
     hidden, weight, bias, logits = teacher.tensors

@@ -152,7 +152,7 @@ class _ChunkedDivergence:
         softcap: float | None = None, teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         values = linear_divergence(
-            hidden, weight, torch.zeros(len(hidden), dtype=torch.long), bias,
+            hidden, weight, torch.zeros(len(hidden), dtype=torch.long, device="cpu"), bias,
             teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
             divergence=Divergence(kind="jsd", beta=float(beta), temperature=float(temperature)),
             statistics=("distillation", "entropy"), softcap=softcap, logit_scale=logit_scale,

@@ -234,7 +234,7 @@ def check_head(model: Any, head: OutputHead, options: HeadOptions) -> str:
         return "not checked (partitioned weight)"
     weight = head.weight(model.dtype)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 3, head.shape[1], generator=generator).to(weight.device)
+    hidden = torch.randn(1, 3, head.shape[1], generator=generator, device="cpu").to(weight.device)
     with evaluating(model), torch.autocast(weight.device.type, enabled=False):
         # A spread of 10 is far enough into every softcap in use to tell it from none.
         raw = hidden @ weight.float().T

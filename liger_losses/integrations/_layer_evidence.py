@@ -247,7 +247,7 @@ def _same_gradients(
         if not y.requires_grad:
             return False
         # The second term goes along with what was normalised, and so shows a statistic that was cut off.
-        sent = size * (torch.randn(y.shape, generator=generator(1)).to(y.dtype) + y.detach())
+        sent = size * (torch.randn(y.shape, generator=generator(1), device="cpu").to(y.dtype) + y.detach())
         results.append(torch.autograd.grad(y, leaves, sent, allow_unused=True))
     pairs = zip(*results, strict=True)
     return all((a is None) == (b is None) and (a is None or near(a.flatten(), b.flatten(), 1e-4)) for a, b in pairs)

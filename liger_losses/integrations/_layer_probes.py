@@ -102,9 +102,11 @@ def _clone(module: nn.Module) -> nn.Module:
 def _scaled_rows(width: int, dtype: torch.dtype) -> Tensor:
     """Rows from so small that eps outweighs them to large, each with a mean of its own."""
     source = generator()
-    sizes = torch.tensor([1e-4, 1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
+    sizes = torch.tensor([1e-4, 1e-3, 1e-2, 1.0, 30.0], device="cpu").view(-1, 1, 1)
     count = max(3, 512 // width)  # enough entries for a share of them to mean something
-    rows = torch.randn(5, count, width, generator=source) + torch.randn(5, count, 1, generator=source)
+    rows = torch.randn(5, count, width, generator=source, device="cpu") + torch.randn(
+        5, count, 1, generator=source, device="cpu"
+    )
     return (sizes * rows).to(dtype)
 
 
@@ -156,13 +158,15 @@ def recognise_norm(module: nn.Module) -> Norm:
 def _norm_difference(module: nn.Module, forward: Callable[..., Any], norm: Norm, width: int) -> str | None:
     other = _clone(module)
     setattr(other, norm.eps_name, 0.01)
-    x = 0.1 * torch.randn(2, 3, width, generator=generator())
+    x = 0.1 * torch.randn(2, 3, width, generator=generator(), device="cpu")
 
     def with_parameters(clone: nn.Module, scale: float) -> nn.Module:
         source = generator()
         for name, parameter in vars(clone)["_parameters"].items():
             if parameter is not None:
-                vars(clone)["_parameters"][name] = nn.Parameter(scale * torch.randn(width, generator=source))
+                vars(clone)["_parameters"][name] = nn.Parameter(
+                    scale * torch.randn(width, generator=source, device="cpu")
+                )
         return clone
 
     def found(clone: nn.Module, x: Tensor) -> Tensor:
@@ -175,7 +179,7 @@ def _norm_difference(module: nn.Module, forward: Callable[..., Any], norm: Norm,
         forward,
         found,
         lambda scale: with_parameters(_clone(module), scale),
-        lambda *shape: torch.randn(*shape, width, generator=generator()),
+        lambda *shape: torch.randn(*shape, width, generator=generator(), device="cpu"),
         2e-5,
         # Under autocast a LayerNorm's own forward is called.
         answered=AUTOCAST if norm.kind == "layer" else frozenset(),
@@ -204,7 +208,7 @@ def _same_norm(
     x = _scaled_rows(width, dtype)
     for name, parameter in vars(clone)["_parameters"].items():
         if parameter is not None:
-            value = torch.randn(width, generator=source).to(kept)
+            value = torch.randn(width, generator=source, device="cpu").to(kept)
             vars(clone)["_parameters"][name] = nn.Parameter(value, requires_grad=False)
     weight, bias = (vars(clone)["_parameters"].get(name) for name in ("weight", "bias"))
     try:
@@ -287,7 +291,7 @@ def recognise_mlp(module: nn.Module) -> MLP:
             clone = _small_clone(module, sizes, order, 1.0)
             if clone is None:
                 continue
-            x = torch.randn(2, 3, _SMALL[0], generator=generator(), dtype=torch.float64)
+            x = torch.randn(2, 3, _SMALL[0], generator=generator(), device="cpu", dtype=torch.float64)
             try:
                 seen = forward(clone, x)
             except Exception as error:
@@ -314,7 +318,7 @@ def _mlp_difference(
         forward,
         lambda clone, x: mlp(dict(clone.named_children()), x),
         make,
-        lambda *shape: torch.randn(*shape, _SMALL[0], generator=generator(), dtype=torch.float64),
+        lambda *shape: torch.randn(*shape, _SMALL[0], generator=generator(), device="cpu", dtype=torch.float64),
         1e-9,
         ("relu",) if mlp.activation == "relu2" else (),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from transformers import Trainer
 
 from liger_losses.integrations._distillation_recipes import DISTILLATION
 from liger_losses.integrations._recipe import Labels, Recipe, reads_logits_refused
@@ -167,6 +168,12 @@ def recipe_of(trainer: Any) -> Recipe:
             if kind.__name__ in WITHOUT_RECIPE:
                 raise TypeError(f"a {kind.__name__} is not supported: {WITHOUT_RECIPE[kind.__name__]}.")
             break
+    else:
+        if isinstance(trainer, Trainer):
+            raise TypeError(
+                f"trainer is a {type(trainer).__name__}, of transformers and none of trl's; what can be fused is its "
+                "model: liger_losses.integrations.transformers.fuse_model(trainer.model)."
+            )
     raise TypeError(
         f"trainer is a {type(trainer).__name__}; supported are, of trl and trl.experimental: {', '.join(RECIPES)}."
     )

@@ -62,7 +62,7 @@ def _rotates(function: Callable[..., Any], candidate: Rotary, width: int) -> boo
 def _rotary_difference(function: Callable[..., Any], candidate: Rotary, dim: int) -> str | None:
     """With the tables of one batch row, which serve all."""
     size = 8
-    tables = torch.randn(2, 1, 2 * LENGTHS[-1], size // 2 if candidate.table == "narrow" else size)
+    tables = torch.randn(2, 1, 2 * LENGTHS[-1], size // 2 if candidate.table == "narrow" else size, device="cpu")
 
     def on_heads(rotate: Callable[..., Any]) -> Callable[[nn.Module, Tensor], Tensor]:
         def rotated(_: nn.Module, x: Tensor) -> Any:
@@ -78,7 +78,7 @@ def _rotary_difference(function: Callable[..., Any], candidate: Rotary, dim: int
         on_heads(lambda *t: function(*t, unsqueeze_dim=dim)),
         on_heads(lambda *t: candidate(t[0], None if candidate.single else t[1], t[-2], t[-1], dim)),
         lambda scale: nn.Module(),
-        lambda *shape: torch.randn(*shape, size, generator=generator()),
+        lambda *shape: torch.randn(*shape, size, generator=generator(), device="cpu"),
         1e-5,
     )
 
@@ -88,11 +88,11 @@ def _same_rotary(function: Callable[..., Any], candidate: Rotary, width: int, dt
 
     def heads(number: int) -> Tensor:
         shape = (batch, number, length, size) if dim == 1 else (batch, length, number, size)
-        return torch.randn(shape, generator=source).to(dtype)
+        return torch.randn(shape, generator=source, device="cpu").to(dtype)
 
     table = width // 2 if candidate.table == "narrow" else width
     q, k = heads(3), None if candidate.single else heads(1)
-    cos, sin = torch.randn(2, batch, length, table, generator=source).to(dtype)
+    cos, sin = torch.randn(2, batch, length, table, generator=source, device="cpu").to(dtype)
     tensors = [q] if k is None else [q, k]
     before = [t.clone() for t in tensors]
     try:

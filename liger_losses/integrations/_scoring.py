@@ -218,7 +218,7 @@ def _load_balancing_loss(model: Any, backbone: Any, attention_mask: Tensor | Non
     top_k = [getattr(model, "num_experts_per_tok", None), getattr(text, "num_experts_per_tok", None)]
     first = next((n for n in experts if n is not None), None), next((k for k in top_k if k is not None), None)
     value = function(router_logits, *first, attention_mask)
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
 
 
 def _router_coefficient(model: Any) -> float:

@@ -83,5 +83,5 @@ def _random_tokens(model: Any) -> Tensor:
                if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)}  # fmt: skip
     plain = [token for token in range(min(config.get_text_config().vocab_size, 4096)) if token not in special]
     generator = torch.Generator().manual_seed(0)
-    picked = torch.randint(len(plain), (2, 9), generator=generator)
-    return torch.tensor(plain)[picked].to(model.get_input_embeddings().weight.device)
+    picked = torch.randint(len(plain), (2, 9), generator=generator, device="cpu")
+    return torch.tensor(plain, device="cpu")[picked].to(model.get_input_embeddings().weight.device)

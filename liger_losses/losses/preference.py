@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_device, check_float_tensor, check_lengths, check_number
+from .._checks import check_choice, check_device, check_float_tensor, check_number, check_numbers
 from .._constants import taken
 from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference_types import LOSS_TYPES, LossType, Pairs
@@ -248,8 +248,8 @@ def dpo_loss(
             raise ValueError(f"{name}: got a tensor, expected None: {named} has no use for it")
     lengths = None
     if chosen_lengths is not None and rejected_lengths is not None:
-        check_lengths("chosen_lengths", chosen_lengths, shape)
-        check_lengths("rejected_lengths", rejected_lengths, shape)
+        check_numbers("chosen_lengths", chosen_lengths, shape)
+        check_numbers("rejected_lengths", rejected_lengths, shape)
         lengths = (taken(chosen_lengths, chosen_logps.device), taken(rejected_lengths, chosen_logps.device))
     if chosen_nll is not None:
         check_float_tensor("chosen_nll", chosen_nll, (), shape)

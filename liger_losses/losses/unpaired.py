@@ -16,7 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_float_tensor, check_names, check_number, check_shape
+from .._checks import (
+    check_choice,
+    check_flag,
+    check_float_tensor,
+    check_names,
+    check_number,
+    check_numbers,
+    check_shape,
+)
 from .._constants import taken
 from .sequence import sequence_logprobs
 
@@ -323,8 +331,9 @@ class BCOLoss(UnpairedLoss):
 
     def _check_own(self, name: str, value: Tensor, rows: int) -> None:
         if name == "shift":
-            check_float_tensor(name, value)
-        check_shape(name, value, ())
+            check_float_tensor(name, value, ())
+        else:
+            check_numbers(name, value, ())
 
     def _row_losses(self, log_ratios: Tensor, labels: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         rewards = self.beta * log_ratios

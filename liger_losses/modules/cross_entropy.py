@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_flag, check_float_tensor, check_whole
+from .._constants import taken
 from .._weighting import weighted
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
-from ..chunked.tokens import upload
+from ..chunked.tokens import check_integer, upload
 from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
 from .base import CallOptions, check_accumulator, check_head_as, renamed
 from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
@@ -88,7 +89,7 @@ class _CrossEntropy(torch.nn.Module):
         inputs = {}
         if token_weights is not None:
             check_float_tensor("token_weights", token_weights, tuple(shape))
-            inputs["token_weights"] = upload(token_weights.reshape(target.shape), device)
+            inputs["token_weights"] = taken(token_weights.reshape(target.shape), device)
         if self.class_weights is not None:
             weights, classes = self.class_weights.to(device), upload(target, device).long()
             inputs["class_weights"] = weights[classes.clamp(0, len(weights) - 1)]
@@ -144,8 +145,7 @@ class _CrossEntropy(torch.nn.Module):
 def _rows(target: Tensor | ScoredTokens, expected: str) -> Tensor:
     """The targets `[R, T]` of one row `[N]` or of several."""
     tensor = target.target if isinstance(target, ScoredTokens) else target
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"target: got {type(tensor).__name__}, expected a torch.Tensor")
+    check_integer("target", tensor)
     if tensor.dim() not in (1, 2):
         raise ValueError(f"target: got shape {list(tensor.shape)}, expected {expected}")
     return tensor if tensor.dim() == 2 else tensor.unsqueeze(0)

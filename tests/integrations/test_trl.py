@@ -199,7 +199,12 @@ class TestFusing:
         with pytest.raises(ValueError, match="not fused"):
             unfuse_trainer(trainer)
 
-    def test_other_trainers(self) -> None:
+    def test_other_trainers(self, tmp_path: Path) -> None:
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        with pytest.raises(
+            TypeError, match=r"^trainer is a Trainer, of transformers .*fuse_model\(trainer\.model\)\.$"
+        ):
+            fuse_trainer(transformers.Trainer(tiny_model("llama"), arguments))
         with pytest.raises(TypeError, match="supported are, .*DPOTrainer"):
             fuse_trainer(object())
         with pytest.raises(TypeError, match="trainer is a NoneType; supported are"):
