@@ -30,7 +30,7 @@ class Loss(Protocol):
 
     A fourth, `prepare(mask, inputs) -> inputs`, is called once with the whole batch, before `totals`: there a loss
     checks its inputs, brings them to a first dimension of rows (for token losses to `[R, T, ...]`) and adds what
-    follows from the batch and not from the statistics, such as a weight per token.
+    follows from the batch and not from the statistics, such as a weight per token. All inputs are on the head's device.
 
     Statistics are 0 where nothing is scored, and no gradient from there is used; inputs hold there what the caller
     gave, which must reach nothing: mask it before anything else is done with it.
