@@ -115,7 +115,7 @@ def refusals() -> None:
         ValueError,
         "teacher_probs: got a tensor beside a vocabulary-parallel student",
     )
-    _refused(lambda: FusedHead(weight), TypeError, "linear: got Tensor")  # type: ignore[arg-type]
+    _refused(lambda: FusedHead(weight), TypeError, "linear: got a torch.Tensor, expected a torch.nn.Linear")  # type: ignore[arg-type]
     _refused(
         lambda: FusedHead(nn.Linear(2, 3), nn.MSELoss()), TypeError, "loss: got MSELoss, whose forward takes no weight"
     )
