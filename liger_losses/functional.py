@@ -73,9 +73,12 @@ def _function(
 
     function.__name__ = function.__qualname__ = name
     function.__signature__ = inspect.Signature([*positional, *rest])  # type: ignore[attr-defined]
+    renamed = f" (`weight` is its `{weight}`)" if weight in call else ""
     function.__doc__ = (
         f"`{module.__name__}` as a function; it returns and raises what the module does.\n\n"
-        "Each call makes the module anew: what a module keeps from call to call, a function does not."
+        f"Those of its `forward`, with shapes and units{renamed}: {', '.join(f'`{n}`' for n in tensors)}. The other "
+        "arguments are the constructor's. Each call makes the module anew: what a module keeps from call to call, a "
+        "function does not."
     )
     return function
 
@@ -204,7 +207,7 @@ def liger_jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
 ) -> Tensor:
-    """`LigerJSD` as a function."""
+    """`LigerJSD` as a function: `input` `[BT, V]` is `log_q` of its `forward`, `target` `[BT, V]` its `log_p`."""
     return LigerJSD(beta, ignore_index)(input, target, shift_labels)
 
 
@@ -217,7 +220,10 @@ def liger_kl_div(
     log_target: bool = False,
     eps: float = 1e-10,
 ) -> Tensor:
-    """`LigerKLDIVLoss` as a function. `size_average` and `reduce` are torch's, and only True: `reduction` says it."""
+    """`LigerKLDIVLoss` as a function: `input` `[BT, V]` is `y_pred` of its `forward`, `target` `[BT, V]` its `y_true`.
+
+    `size_average` and `reduce` are torch's, and only True: `reduction` says it.
+    """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not True:
             raise ValueError(f"{name}: got {value!r}, expected True; reduction='sum' or 'none' says what it said")
@@ -231,5 +237,8 @@ def liger_tvd(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """`LigerTVDLoss` as a function; its default reduction is liger-kernel's, another than the module's."""
+    """`LigerTVDLoss` as a function: `input` `[BT, V]` is `p` of its `forward`, `target` `[BT, V]` its `q`.
+
+    The default reduction is liger-kernel's, another than the module's.
+    """
     return LigerTVDLoss(reduction, ignore_index)(input, target, shift_labels)

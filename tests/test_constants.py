@@ -134,7 +134,9 @@ NUMBERS: dict[str, Case] = {
     **CASES,
     "cross entropy, weighted": (_weighted_cross_entropy, {"ce_weight": torch.ones(13), "token_weights": TOKEN}),
     "cross entropy of logits, weighted": (
-        lambda ce_weight: ll.LigerCrossEntropyLoss(weight=ce_weight)((HIDDEN @ WEIGHT.T).flatten(0, 1), TARGET.flatten()),
+        lambda ce_weight: ll.LigerCrossEntropyLoss(weight=ce_weight)(
+            (HIDDEN @ WEIGHT.T).flatten(0, 1), TARGET.flatten()
+        ),
         {"ce_weight": torch.ones(13)},
     ),
 }
@@ -155,7 +157,9 @@ def test_a_constant_of_16_bits_is_read_as_the_number_that_it_is(case: str, dtype
     generator = torch.Generator().manual_seed(1)
     high = 3e4 if dtype == torch.float16 and case.endswith("weighted") else 20.0
     narrow = {
-        name: (0.5 + high * torch.rand(value.shape, generator=generator)).to(dtype) if value.is_floating_point() else value
+        name: (0.5 + high * torch.rand(value.shape, generator=generator)).to(dtype)
+        if value.is_floating_point()
+        else value
         for name, value in given.items()
     }
     wide = {name: value.float() if value.is_floating_point() else value for name, value in narrow.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import liger_losses
-from liger_losses import losses
+from liger_losses import functional, kernels, losses
 
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
@@ -41,6 +42,18 @@ def test_site(tmp_path: Path) -> None:
     assert wide == []
     assert "dpo_loss" in pages["formulas.html"]
     assert "max(0, 1 - bD)" in pages["formulas.html"]
+    # Whatever is inherited, or made when it is imported, has its entry: a heading and what its docstring says.
+    api = pages["api.html"]
+    entries = set(re.findall(r'<h\d id="(liger_losses\.[\w.]+)"', api))
+    modules = [name for name in liger_losses.__all__ if name.startswith("Liger")]
+    wanted = {f"liger_losses.modules.{name}{part}" for name in modules for part in ("", ".forward")}
+    wanted |= {f"liger_losses.functional.{name}" for name in vars(functional) if name.startswith("liger_")}
+    assert wanted - entries == set()
+    for name in modules:
+        entry = api.split(f'id="liger_losses.modules.{name}.forward"')[1].split("<h3 id=")[0]
+        (parameters,) = re.findall("Parameters:(.*?)Returns:", entry, flags=re.DOTALL)
+        for argument in inspect.signature(getattr(liger_losses, name).forward).parameters:
+            assert argument == "self" or argument in parameters, (name, argument)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -51,6 +64,8 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert {"liger_losses.functional", "liger_losses.distributed", "liger_losses.layers"} <= shown
     constants = {name for name in losses.__all__ if name.isupper()}
     wanted = {*liger_losses.__all__, *losses.__all__} - constants - {"__version__", "losses"}
+    # Beneath the modules of `liger_losses.layers`, and named by README.
+    wanted |= {name for name in kernels.__all__ if name.endswith(("norm", "activation", "rotary"))}
     assert wanted - last == set()
 
 

@@ -6,18 +6,9 @@ modules share, in `base`.
 
 from __future__ import annotations
 
-from .cross_entropy import (
-    CrossEntropyOutput,
-    LigerCrossEntropyLoss,
-    LigerFusedLinearBCELoss,
-    LigerFusedLinearCrossEntropyLoss,
-)
-from .distillation import (
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearJSD,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-)
+from .binary_cross_entropy import LigerFusedLinearBCELoss
+from .cross_entropy import CrossEntropyOutput, LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from .distillation import LigerFusedLinearJSD, LigerFusedLinearKLDivLoss
 from .divergence import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 from .odds_ratio import LigerFusedLinearORPOLoss
 from .policy import LigerFusedLinearGRPOLoss
@@ -28,6 +19,7 @@ from .reference_free import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTPOLoss,
 )
+from .soft_and_hard import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
 from .unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 
 __all__ = [

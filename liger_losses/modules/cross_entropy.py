@@ -1,4 +1,4 @@
-"""Cross entropy over a linear head, over logits that exist, and binary cross entropy over a large label space."""
+"""Cross entropy over a linear head, and over logits that exist."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from .._checks import check_choice, check_count, check_flag, check_float_tensor, check_whole
 from .._constants import taken
-from .._weighting import weighted
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
 from ..chunked.tokens import check_integer, upload
-from ..losses import BinaryCrossEntropyLoss, CrossEntropyLoss, TokenSelection
+from ..losses import CrossEntropyLoss, TokenSelection
 from .base import CallOptions, check_accumulator, check_head_as, renamed
-from .engine_options import EngineOptions, TilingOptions, with_engine_options, with_tiling_options
+from .engine_options import TilingOptions, with_tiling_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -219,7 +218,27 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         token_weights: Tensor | None = None,  # [N] or [R, T]
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss: a scalar, or with reduction "none" the shape of `target`. See `CrossEntropyLoss` for the inputs."""
+        """The loss; see `CrossEntropyLoss` for what the weights and the divisor do.
+
+        Args:
+            lin_weight: `[V, H]`, the head.
+            _input: `[N, H]` or `[R, T, H]`, the hidden states that go into it. Their dtype is the head's, but under
+                autocast.
+            target: `[N]` or `[R, T]` integer, the class of each hidden state (of a language model shifted by the
+                caller); `ignore_index` where nothing is scored. Read without waiting where it is on the CPU, or a
+                `ScoredTokens`.
+            bias: `[V]`, the head's.
+            temperature: a number, or one a token in the shape of `target`, in place of the constructor's.
+            token_weights: a factor a token, in the shape of `target`, floating-point; the divisor does not count it.
+            num_items_in_batch: an int or `[]`: divides in place of the scored tokens.
+
+        Returns:
+            The loss in nats, fp32 (fp64 for fp64): a scalar, or with reduction "none" the shape of `target`; with one
+            of the options `return_*` a `CrossEntropyOutput`, whose `predicted_tokens` have that shape, too.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
+        """
         rows = _rows(target, "[N] or [R, T]")
         shape = target.shape
         if isinstance(target, ScoredTokens):
@@ -312,7 +331,22 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         token_weights: Tensor | None = None,  # [N] or [R, T]
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss: a scalar, or with reduction "none" the shape of `target`."""
+        """The loss; see `CrossEntropyLoss` for what the weights and the divisor do.
+
+        Args:
+            _input: `[N, V]` or `[R, T, V]` logits of any floating dtype.
+            target: `[N]` or `[R, T]` integer, the class of each; `ignore_index` where nothing is scored.
+            temperature: a number, or one a token in the shape of `target`, in place of the constructor's.
+            token_weights: a factor a token, in the shape of `target`, floating-point; the divisor does not count it.
+            num_items_in_batch: an int or `[]`: divides in place of the scored tokens.
+
+        Returns:
+            The loss in nats, fp32 (fp64 for fp64): a scalar, or with reduction "none" the shape of `target`; with one
+            of the options `return_*` a `CrossEntropyOutput`, whose `predicted_tokens` have that shape, too.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
+        """
         rows = _rows(target, "[N] or [R, T]")
         check_whole("_input", _input)
         if isinstance(_input, Tensor) and _input.dim():
@@ -336,61 +370,3 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         shaped = {name: value.reshape(rows.shape) for name, value in statistics.items()}
         loss, z_loss = self._of_statistics(shaped, mask, inputs, target.shape)
         return self._result(loss, z_loss, shaped, mask, target.shape)
-
-
-class LigerFusedLinearBCELoss(torch.nn.Module):
-    """Binary cross entropy over a label space too large for its logits: extreme multi-label classification.
-
-    `liger_losses.losses.BinaryCrossEntropyLoss` of `z = _input @ lin_weight.T + bias`. The positive labels of a row are
-    given by their ids, `[N, P]`, filled up with `ignore_index` (not as a row of zeros and ones); an id that is repeated
-    counts once, and a row without any is scored, all its labels being negative.
-
-    Args:
-        reduction: `"mean"` over rows and labels, `"sum"`, or `"none"`: the sum over labels of each row.
-        ignore_index: fills up the places of a row with fewer positives than others.
-        softcap, logit_scale, temperature: of the logits.
-        memory_budget, logits_dtype, strategy, active_vocab: of `fused_linear_loss`.
-    """
-
-    @with_engine_options
-    def __init__(
-        self,
-        reduction: str = "mean",
-        ignore_index: int = -100,
-        **engine: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__()
-        check_choice("reduction", reduction, ("mean", "sum", "none"))
-        self.reduction = reduction
-        self.options = CallOptions(ignore_index=ignore_index, **engine)
-        if self.options.strategy == "immediate" and reduction == "none":
-            raise ValueError("strategy: got 'immediate' with reduction='none', expected a deferred strategy")
-
-    def forward(
-        self,
-        lin_weight: Tensor,  # [V, H]
-        _input: Tensor,  # [N, H]
-        positives: Tensor,  # [N, P] labels of each row, ignore_index where there are fewer; repeated ones count once
-        bias: Tensor | None = None,  # [V]
-        *,
-        row_weights: Tensor | None = None,  # [N]
-    ) -> Tensor:
-        """The loss: a scalar, or `[N]` with reduction "none"."""
-        if not isinstance(positives, Tensor) or positives.dim() != 2:
-            seen = list(positives.shape) if isinstance(positives, Tensor) else type(positives).__name__
-            raise ValueError(f"positives: got {seen}, expected a tensor [rows, labels]")
-        check_head_as(_HEAD, _input, lin_weight, bias, positives.shape[:1], "positives")
-        if row_weights is not None:
-            check_float_tensor("row_weights", row_weights, (len(positives),))
-        # Every row is scored, also one without a positive. On the host: counting them waits for nothing.
-        target = torch.zeros(1, len(positives), dtype=torch.int64, device="cpu")
-        options = {**self.options.policy(), "strategy": self.options.strategy, "positives": positives.unsqueeze(0)}
-        if self.reduction == "none":
-            loss = -linear_logprobs(_input.unsqueeze(0), lin_weight, target, bias, **options).squeeze(0)
-            return loss if row_weights is None else weighted(loss, row_weights, torch.ones_like(loss, dtype=torch.bool))
-        inputs = {} if row_weights is None else {"token_weights": row_weights.unsqueeze(0)}
-        loss = BinaryCrossEntropyLoss(labels=len(lin_weight), reduction=self.reduction)
-        return fused_linear_loss(loss, _input.unsqueeze(0), lin_weight, target, bias, inputs=inputs, **options)[0]
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, {self.options}"

@@ -55,9 +55,6 @@ class LigerJSD(torch.nn.Module):
     Args:
         beta: in `[0, 1]`.
         ignore_index: of `shift_labels`: rows with it are not scored, whatever their log-probabilities hold.
-
-    Returns:
-        A scalar: fp32, fp64 for fp64 (liger-kernel rounds it to the input's dtype). 0 when nothing is scored.
     """
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
@@ -72,6 +69,21 @@ class LigerJSD(torch.nn.Module):
         log_p: Tensor,  # [BT, V], of the teacher: a constant
         shift_labels: Tensor | None = None,  # [BT]
     ) -> Tensor:
+        """The divergence.
+
+        Args:
+            log_q: `[BT, V]`, log-probabilities in nats of the student, any floating dtype.
+            log_p: `[BT, V]`, of the teacher, a constant.
+            shift_labels: `[BT]` integer, read only for where they are `ignore_index`, which is not scored; None: every
+                row is.
+
+        Returns:
+            The mean over the scored rows in nats: a scalar, fp32 (fp64 for fp64; liger-kernel rounds it to the input's
+            dtype). 0 when nothing is scored.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
+        """
         check_pair(("log_q", "log_p"), log_q, log_p, None)
         _check_matrix("log_q", log_q)
         mask = _mask(shift_labels, self.ignore_index, log_q.shape[:-1])
@@ -91,9 +103,6 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
         size_average, reduce, reduction, log_target: of `torch.nn.KLDivLoss`: `"none"` `[BT, V]`, `"sum"`, `"mean"`
             (over entries, the default), `"batchmean"` (the divergence's mean over rows). The first two are torch's
             deprecated names of a reduction.
-
-    Returns:
-        fp32, fp64 for fp64. The target is a constant.
     """
 
     def __init__(
@@ -115,6 +124,18 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
         y_pred: Tensor,  # [BT, V], log-probabilities
         y_true: Tensor,  # [BT, V], probabilities, or with log_target their logarithms
     ) -> Tensor:
+        """The divergence.
+
+        Args:
+            y_pred: `[BT, V]`, log-probabilities in nats, any floating dtype.
+            y_true: `[BT, V]`, probabilities, or with `log_target` their logarithms; a constant.
+
+        Returns:
+            In nats: a scalar, or with reduction "none" `[BT, V]`; fp32 (fp64 for fp64).
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
+        """
         check_pair(("y_pred", "y_true"), y_pred, y_true, None)
         _check_matrix("y_pred", y_pred)
         prediction, target = scored_rows(y_pred, y_true, None)
@@ -132,9 +153,6 @@ class LigerTVDLoss(torch.nn.Module):
         reduction: `"batchmean"` (over the scored rows), `"mean"` (over their entries), `"sum"` or `"none"`
             (`[BT, V]`, 0 in rows that are not scored).
         ignore_index: of `shift_labels`: rows with it are not scored, whatever they hold.
-
-    Returns:
-        fp32, fp64 for fp64.
     """
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
@@ -149,6 +167,20 @@ class LigerTVDLoss(torch.nn.Module):
         q: Tensor,  # [BT, V], of the teacher: a constant
         shift_labels: Tensor | None = None,  # [BT]
     ) -> Tensor:
+        """The distance.
+
+        Args:
+            p: `[BT, V]`, probabilities of the student, any floating dtype.
+            q: `[BT, V]`, of the teacher, a constant.
+            shift_labels: `[BT]` integer, read only for where they are `ignore_index`, which is not scored; None: every
+                row is.
+
+        Returns:
+            A scalar, or with reduction "none" `[BT, V]`; fp32 (fp64 for fp64).
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
+        """
         check_pair(("p", "q"), p, q, None)
         _check_matrix("p", p)
         mask = _mask(shift_labels, self.ignore_index, p.shape[:-1])

@@ -65,19 +65,34 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
         *,
         response_mask: Tensor | None = None,  # [2B, T] bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and `(chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
-        chosen_rewards, rejected_rewards, log_odds_ratio, log_odds_chosen)`, detached; the last two are the means of
-        `LS(d)` and `d`, `d` being the difference of log-odds. Logit means are over the responses and the vocabulary.
+        """The loss of B pairs, and what is logged of them.
 
         Args:
-            nll_target: labels of the NLL term, of which the chosen half is read; None: those of `target`. Where it has
-                every label that the chosen half of `target` has, and prompts beside them, each token is projected once.
-                Otherwise the chosen rows are projected a second time. Finding out which reads a number from the device,
-                which waits for the work queued so far, unless the targets are on the CPU; under `torch.compile`, where
-                nothing can be read, the chosen rows are always projected twice.
-            response_mask: which of the tokens that `target` scores are the responses': the odds ratio reads no others,
-                NLL all that are scored in the chosen half (prompts of the rejected half are best not scored). Costs
-                neither a comparison nor a second product. Not with `nll_target`.
+            lin_weight: `[V, H]`, the head.
+            _input: `[2B, T, H]`, the hidden states that go into it: the chosen rows, then the rejected ones of the same
+                pairs. Their dtype is the head's, but under autocast.
+            target: `[2B, T]` integer, the token that each hidden state is to predict (shifted by the caller);
+                `ignore_index` where nothing is scored. Read without waiting where it is on the CPU, or a
+                `ScoredTokens`.
+            bias: `[V]`, the head's.
+            nll_target: `[2B, T]` integer, labels of the NLL term, of which the chosen half is read; None: those of
+                `target`. Where it has every label that the chosen half of `target` has, and prompts beside them, each
+                token is projected once. Otherwise the chosen rows are projected a second time. Finding out which reads
+                a number from the device, which waits for the work queued so far, unless the targets are on the CPU;
+                under `torch.compile`, where nothing can be read, the chosen rows are always projected twice.
+            response_mask: `[2B, T]` bool: which of the tokens that `target` scores are the responses': the odds ratio
+                reads no others, NLL all that are scored in the chosen half (prompts of the rejected half are best not
+                scored). Costs neither a comparison nor a second product. Not with `nll_target`.
+
+        Returns:
+            `(loss, metrics)`: a scalar, and detached `(chosen_logps [B], rejected_logps [B], chosen_logits_mean [],
+            rejected_logits_mean [], nll_loss [], chosen_rewards [B], rejected_rewards [B], log_odds_ratio [],
+            log_odds_chosen [])`; the last two are the means of `LS(d)` and `d`, `d` being the difference of log-odds.
+            Log-probabilities and rewards are in nats, fp32 (fp64 for fp64); logit means are over the responses and the
+            vocabulary.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
         """
         self.loss.unit_count(check_rows(target, self.rows))
         for name, value in (("nll_target", nll_target), ("response_mask", response_mask)):

@@ -177,18 +177,40 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         returns: Tensor | None = None,  # [B, T]
         old_values: Tensor | None = None,  # [B, T]
     ) -> tuple[Tensor, tuple[Tensor, ...] | dict[str, Tensor]]:
-        """The loss, and `(kl, clip_ratio)` (without `kl` for `beta=0`), detached means over scored tokens.
+        """The loss of B sampled sequences, and what is logged of them. See `GRPOLoss` for the formulas.
 
-        A token is scored where `attention_mask` is not zero, whatever number it is there: a mask, of any dtype, and no
-        weight (liger-kernel multiplies by it). Weights of tokens go into `advantages` `[B, T]`.
+        What stands at masked positions, of any tensor, is never read. All tensors beside the head, its input and
+        `values` are constants: one that requires a gradient is refused. The reference is given as a head and hidden
+        states, or as its log-probabilities.
 
-        What stands at masked positions, of any tensor, is never read. All tensors beside the head and `values` are
-        constants: one that requires a gradient is refused. Without `old_per_token_logps` the rollouts are
-        the policy's own. The reference is a head and hidden states, or its log-probabilities. `vllm_is_ratio` is a
-        ready-made weight of the policy term; `sampling_per_token_logps` are for `sampler_mode`, which makes one.
-        `num_items_in_batch` counts the scored tokens of the whole optimiser step, over all processes: with the tokens
-        spread over ranks, `scored_count(..., gradients="sum")`, since `num_processes` makes the mean of it; `values`,
-        `returns` and `old_values` belong to `vf_coef`. See `GRPOLoss`.
+        Args:
+            _input: `[B, T, H]`, the hidden states that go into the head, of the completions alone. Their dtype is the
+                head's, but under autocast.
+            lin_weight: `[V, H]`, the policy's head.
+            selected_token_ids: `[B, T]` integer, the sampled token that each hidden state predicts.
+            attention_mask: `[B, T]` of any dtype; a token is scored where it is not zero, whatever number it is there:
+                a mask and no weight (liger-kernel multiplies by it). Weights of tokens go into `advantages` `[B, T]`.
+            advantages: `[B]` or `[B, T]`.
+            bias: `[V]`, the head's.
+            ref_per_token_logps: `[B, T]`, in nats, in place of the reference's head.
+            old_per_token_logps: `[B, T]`, in nats; None: the rollouts are the policy's own.
+            ref_input: `[B, T, H']`, the reference's hidden states, of a width of their own.
+            ref_weight: `[V', H']`, with a row for every scored token.
+            ref_bias: `[V']`.
+            vllm_is_ratio: `[B]`, `[B, 1]` or `[B, T]`, a ready-made weight of the policy term.
+            num_items_in_batch: an int or `[]`, the scored tokens of the whole optimiser step, over all processes: with
+                the tokens spread over ranks, `scored_count(..., gradients="sum")`, since `num_processes` makes the mean
+                of it.
+            sampling_per_token_logps: `[B, T]`, in nats, of the program that sampled: for `sampler_mode`, which makes a
+                weight of them, and the off-policy mask.
+            values, returns, old_values: `[B, T]` each, of `vf_coef` and `value_clip`; `values` gets a gradient.
+
+        Returns:
+            `(loss, (kl, clip_ratio))`: scalars, fp32 (fp64 for fp64), without `kl` for `beta=0`; the metrics are
+            detached means over scored tokens, `kl` in nats. With `named_metrics`, `(loss, {name: metric})`.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
         """
         target = _target(selected_token_ids, attention_mask, _input)
         given: dict[str, Any] = {

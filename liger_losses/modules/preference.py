@@ -109,12 +109,32 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         ref_chosen_logps: Tensor | None = None,  # [B]
         ref_rejected_logps: Tensor | None = None,  # [B]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and `(chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
-        chosen_rewards, rejected_rewards)`, detached.
+        """The loss of B pairs, and what is logged of them.
 
-        The reference is a head and hidden states, or its log-probabilities computed earlier (reduced as the policy's
-        are: with `average_log_prob` means, with `ld_alpha` length-desensitized); it is a constant either way. Logit
-        means are over scored positions and the vocabulary.
+        The reference is given as a head and hidden states, or as its log-probabilities computed earlier; it is a
+        constant either way.
+
+        Args:
+            lin_weight: `[V, H]`, the policy's head.
+            _input: `[2B, T, H]`, the hidden states that go into it: the chosen rows, then the rejected ones of the same
+                pairs. Their dtype is the head's, but under autocast.
+            target: `[2B, T]` integer, the token that each hidden state is to predict (shifted by the caller);
+                `ignore_index` where nothing is scored. Read without waiting where it is on the CPU, or a
+                `ScoredTokens`.
+            bias: `[V]`, the head's.
+            ref_input: `[2B, T, H']`, the reference's hidden states, of a width of their own.
+            ref_weight: `[V', H']`, with a row for every target.
+            ref_bias: `[V']`.
+            ref_chosen_logps, ref_rejected_logps: `[B]` each, in nats, in place of those three: reduced over tokens as
+                the policy's are (sums; with `average_log_prob` means, with `ld_alpha` length-desensitized).
+
+        Returns:
+            `(loss, metrics)`: a scalar, and detached `(chosen_logps [B], rejected_logps [B], chosen_logits_mean [],
+            rejected_logits_mean [], nll_loss [], chosen_rewards [B], rejected_rewards [B])`. Log-probabilities and
+            rewards are in nats, fp32 (fp64 for fp64); logit means are over scored positions and the vocabulary.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
         """
         pairs = pair_count(check_rows(target, "[2 * pairs, tokens]"))
         known = {"ref_chosen_logps": ref_chosen_logps, "ref_rejected_logps": ref_rejected_logps}

@@ -58,8 +58,25 @@ class ReferenceFreeModule(torch.nn.Module):
         target: Tensor | ScoredTokens,  # [2B, T], aligned with _input
         bias: Tensor | None = None,  # [V]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and `(chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
-        chosen_rewards, rejected_rewards)`, detached. Logit means are over scored positions and the vocabulary.
+        """The loss of B pairs, and what is logged of them.
+
+        Args:
+            lin_weight: `[V, H]`, the head.
+            _input: `[2B, T, H]`, the hidden states that go into it: the chosen rows, then the rejected ones of the same
+                pairs, for TPO with its NLL term `[3B, T, H]`, its reference responses last. Their dtype is the head's,
+                but under autocast.
+            target: `[2B, T]` integer (`[3B, T]` there), the token that each hidden state is to predict (shifted by the
+                caller); `ignore_index` where nothing is scored. Read without waiting where it is on the CPU, or a
+                `ScoredTokens`.
+            bias: `[V]`, the head's.
+
+        Returns:
+            `(loss, metrics)`: a scalar, and detached `(chosen_logps [B], rejected_logps [B], chosen_logits_mean [],
+            rejected_logits_mean [], nll_loss [], chosen_rewards [B], rejected_rewards [B])`. Log-probabilities and
+            rewards are in nats, fp32 (fp64 for fp64); logit means are over scored positions and the vocabulary.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
         """
         self.loss.unit_count(check_rows(target, self.rows))
         return self._result(self.loss, lin_weight, _input, target, bias)

@@ -148,14 +148,36 @@ class LigerFusedLinearKTOLoss(_UnpairedModule):
         *,
         ref_logps: Tensor | None = None,  # [R]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and `(chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum,
-        chosen_rewards_sum, rejected_rewards_sum)`, detached: sums over the desirable and the undesirable rows.
+        """The loss of R responses, and what is logged of them.
 
-        The reference is a head and hidden states, or `ref_logps`, its sequence log-probabilities computed earlier
-        (means with `average_log_prob`); it is a constant either way, and so is `kl` (None is 0), which is used as it
-        is: clamp it at 0 where it is estimated, after averaging over ranks.
+        The reference is given as a head and hidden states, or as its log-probabilities computed earlier; it is a
+        constant either way.
 
-        Logits are summed over scored positions and the vocabulary; liger-kernel's sums include prompts and padding.
+        Args:
+            _input: `[R, T, H]`, the hidden states that go into the head, a row a response. Their dtype is the head's,
+                but under autocast.
+            lin_weight: `[V, H]`, the policy's head.
+            target: `[R, T]` integer, the token that each hidden state is to predict (shifted by the caller);
+                `ignore_index` where nothing is scored. Read without waiting where it is on the CPU, or a
+                `ScoredTokens`.
+            bias: `[V]`, the head's.
+            preference_labels: `[R]` bool or integer, required: whether a row is desirable.
+            ref_input: `[R, T, H']`, the reference's hidden states, of a width of their own.
+            ref_weight: `[V', H']`, with a row for every target.
+            ref_bias: `[V']`.
+            kl: `[]`, `[1]` or `[R]`, in nats, a constant; None is 0. Used as it is: clamp it at 0 where it is
+                estimated, after averaging over ranks.
+            ref_logps: `[R]`, in nats, in place of the reference's head: sums over tokens, means with
+                `average_log_prob`.
+
+        Returns:
+            `(loss, sums)`: a scalar, and six detached scalars, `(chosen_logps_sum, rejected_logps_sum,
+            chosen_logits_sum, rejected_logits_sum, chosen_rewards_sum, rejected_rewards_sum)`, over the desirable and
+            the undesirable rows, in nats, fp32 (fp64 for fp64). Logits are summed over scored positions and the
+            vocabulary; liger-kernel's sums include prompts and padding.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
         """
         given = {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias, "ref_logps": ref_logps}
         rows = self._check(target, preference_labels, given)
@@ -261,10 +283,32 @@ class LigerFusedLinearBCOLoss(_UnpairedModule):
         ref_logps: Tensor | None = None,  # [R]
         shift: Tensor | None = None,  # []
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and `(chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum,
-        chosen_rewards_sum, rejected_rewards_sum)`, as of `LigerFusedLinearKTOLoss`. Rewards are not shifted.
+        """The loss of R responses, and what is logged of them; all but `shift` as in `LigerFusedLinearKTOLoss`.
 
-        `shift` is used as it is in place of the running mean, which this call then neither reads nor updates.
+        Args:
+            _input: `[R, T, H]`, the hidden states that go into the head, a row a response. Their dtype is the head's,
+                but under autocast.
+            lin_weight: `[V, H]`, the policy's head.
+            target: `[R, T]` integer, the token that each hidden state is to predict (shifted by the caller);
+                `ignore_index` where nothing is scored. Read without waiting where it is on the CPU, or a
+                `ScoredTokens`.
+            bias: `[V]`, the head's.
+            preference_labels: `[R]` bool or integer, required: whether a row is desirable.
+            ref_input: `[R, T, H']`, the reference's hidden states, of a width of their own.
+            ref_weight: `[V', H']`, with a row for every target.
+            ref_bias: `[V']`.
+            ref_logps: `[R]`, in nats, in place of the reference's head: sums over tokens, means with
+                `average_log_prob`.
+            shift: `[]`, a reward in nats, a constant: used as it is in place of the running mean, which this call then
+                neither reads nor updates.
+
+        Returns:
+            `(loss, sums)`: a scalar, and six detached scalars, `(chosen_logps_sum, rejected_logps_sum,
+            chosen_logits_sum, rejected_logits_sum, chosen_rewards_sum, rejected_rewards_sum)`, over the desirable and
+            the undesirable rows, in nats, fp32 (fp64 for fp64). Rewards are not shifted.
+
+        Raises:
+            TypeError, ValueError: before any work, naming the argument.
         """
         given = {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias, "ref_logps": ref_logps}
         rows = self._check(target, preference_labels, given)
