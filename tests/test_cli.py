@@ -194,13 +194,31 @@ def test_marks_survive_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     cached = [cell for line in seen.splitlines() if line.startswith(" cached") for cell in line.split()[1:]]
     assert cached[1:3] == ["-", "raises"]
     assert "raises: cached cannot do with a memory_budget of 64GiB, and the call raises." in seen
-    assert main([*base, "--memory-budget", "1MiB"]) == 0
+    assert main([*base, "--memory-budget", "1MiB"]) == 1
     seen = capsys.readouterr().out
     assert "and so does strategy='auto'" in seen
     assert " * " not in seen
-    assert main([*base, "--memory-budget", "1MiB", "--json"]) == 0
+    assert main([*base, "--memory-budget", "1MiB", "--json"]) == 1
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert [way["fits_the_budget"] for way in ways] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--memory-budget", "10MiB"], "--memory-budget 10MiB: the least of a strategy is 576MiB"),
+        (["--memory", "16KiB"], "--memory 16KiB: not one example at this length, nor one token at this batch"),
+        (["--gpu", "rtx-4090", "--batch", "4096"], "NVIDIA RTX 4090 has 24GiB: the least of a strategy is "),
+    ],
+)
+def test_a_plan_in_which_nothing_fits_fails(more: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers are printed, the last line says what is too small, and a script sees it."""
+    assert main(["plan", "llama-3.1-8b", "--json", *more]) == 1
+    seen = capsys.readouterr()
+    assert json.loads(seen.out)["ways"]
+    assert seen.err.startswith(f"liger-losses: nothing fits: {why}")
+    assert main(["plan", "llama-3.1-8b", "--json", "--memory-budget", "576MiB", "--memory", "4GiB"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("columns", [40, 60, 72, 80, 120])
@@ -228,8 +246,8 @@ def test_the_budget_of_a_faster_strategy_is_named(capsys: pytest.CaptureFixture[
     pytest.importorskip("rich")
     base = ["plan", "llama-3.1-8b", "--batch", "4"]
 
-    def note(*more: str) -> list[str]:
-        assert main([*base, *more]) == 0
+    def note(*more: str, status: int = 0) -> list[str]:
+        assert main([*base, *more]) == status
         return [line for line in capsys.readouterr().out.splitlines() if "less than *" in line]
 
     assert note() == [
@@ -241,7 +259,7 @@ def test_the_budget_of_a_faster_strategy_is_named(capsys: pytest.CaptureFixture[
     assert note("--memory-budget", "3198MiB") == []  # it is *
     assert note("--frozen") == []  # frozen is the fastest there is
     assert note("--gpu", "rtx-4090", "--batch", "40") == []  # it does not fit the GPU
-    assert note("--memory-budget", "1MiB") == []  # auto raises
+    assert note("--memory-budget", "1MiB", status=1) == []  # auto raises
 
 
 def test_a_chart_names_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +363,15 @@ def test_torch_is_not_heard_about_a_missing_numpy() -> None:
         ),
         (["plan", "llama-3.1-8b", "--chart", "plan"], "--chart: got 'plan', expected a file that ends in"),
         (["plan", "llama-3.1-8b", "--chart", "."], "--chart: got '.', a folder, expected a file that ends in"),
+        (
+            ["plan", "llama-3.1-8b", "--memory", "16"],
+            "--memory: got '16', expected a unit beside so small a number, which would be 16 bytes: 16GiB, perhaps",
+        ),
+        (["plan", "llama-3.1-8b", "--memory-budget", "1048575"], "--memory-budget: got '1048575', expected a unit"),
         (["doctor", "--device", "nowhere"], "--device: got 'nowhere'"),
+        (["bench", "--device", "nowhere"], "--device: got 'nowhere', expected a device that is here"),
+        (["bench", "--quick", "--device", "nowhere"], "--device: got 'nowhere', expected a device that is here"),
+        (["bench", "--quick", "--case", "tiny"], "--case: got 'tiny' with --quick"),
         (["doctor", "--device", "meta"], "--device: got 'meta', expected a device that is here"),
         (
             ["bench", "--quick", "--device", "cpu", "--out", __file__],
@@ -428,6 +454,22 @@ def test_bench_without_a_clone_says_where_the_suite_is(
     monkeypatch.setattr(liger_losses, "__file__", str(tmp_path / "liger_losses" / "__init__.py"))
     assert main(["bench"]) == 2
     assert "liger-losses bench --quick" in capsys.readouterr().err
+
+
+def test_bench_hands_the_cases_to_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the suite advises on a CPU, `--case tiny`, can be given here, too."""
+    from benchmarks.__main__ import _parser
+    from liger_losses.cli import bench
+
+    commands = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: commands.append(command) or done)
+    arguments = ["--case", "ce-96/tiny", "--case", "jsd", "--device", "cpu", "--out", str(tmp_path), "--repeats", "1"]
+    assert main(["bench", *arguments]) == 0
+    ((*_, module, suite), given) = commands[0][:3] + commands[0][3:4], commands[0][3:]
+    assert (module, suite) == ("benchmarks", "run")
+    read = _parser().parse_args(given)
+    assert (read.case, read.device, read.out, read.repeats) == (["ce-96/tiny", "jsd"], "cpu", tmp_path, 1)
 
 
 def test_quick_bench_gates_before_it_times(

@@ -53,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="time the losses on this machine")
     bench.add_argument("--quick", action="store_true", help="ours beside full logits, about a minute; needs no clone")
+    bench.add_argument(
+        "--case", action="append", metavar="PART",
+        help="without --quick: only cases whose name contains this; repeatable (on a CPU: tiny)",
+    )  # fmt: skip
     bench.add_argument("--device", help="default: cuda where there is one, else cpu")
     bench.add_argument(
         "--out", default="liger-losses-bench", metavar="FOLDER", help="for the report (default: %(default)s)"

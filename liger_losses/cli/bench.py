@@ -165,13 +165,21 @@ def _suite(options: argparse.Namespace) -> int:
             "here there is `liger-losses bench --quick`"
         )
     command = [sys.executable, "-m", "benchmarks", "run", "--repeats", str(options.repeats)]
-    command += ["--out", str(Path(options.out).resolve())] + (["--device", options.device] if options.device else [])
+    command += ["--out", str(Path(options.out).resolve())]
+    if options.device:
+        command += ["--device", str(default_device(options.device))]
+    for part in options.case or ():
+        command += ["--case", part]
     return subprocess.run(command, cwd=root, check=False).returncode
 
 
 def run(options: argparse.Namespace) -> int:
     if not options.quick:
         return _suite(options)
+    if options.case:
+        raise CommandError(
+            f"--case: got {options.case[0]!r} with --quick, which has four of its own; leave out one of them"
+        )
     device = default_device(options.device)
     progress_bars, table_of = require("rich.progress"), require("rich.table").Table
     console = require("rich.console").Console()

@@ -18,6 +18,8 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+# A number without a unit is bytes, as in the library; one below this is a unit forgotten.
+LEAST_BARE = 1 << 20
 # What `plan` searches and accepts.
 MOST_EXAMPLES, MOST_TOKENS = 4096, 1 << 22
 
@@ -61,6 +63,11 @@ def parse_bytes(text: str) -> int | None:
 def memory(option: str, text: str, gib: int, device: str) -> int:
     """Bytes that a device of `gib` GiB may give."""
     size = parse_bytes(text)
+    if size is not None and 0 < size < LEAST_BARE and not re.search("[a-z]", text.lower()):
+        raise CommandError(
+            f"{option}: got {text!r}, expected a unit beside so small a number, which would be {size:,} bytes: "
+            f"{text.strip()}GiB, perhaps"
+        )
     if size is None or not 0 < size <= gib << 30:
         raise CommandError(
             f"{option}: got {text!r}, expected bytes such as 500MiB or 16GiB, more than 0 and at most {gib}GiB, the "

@@ -46,7 +46,27 @@ def run(options: argparse.Namespace) -> int:
             raise CommandError(f"--chart: cannot write {str(chart)!r}: {error.strerror}") from error
         # Beside --json, standard output is the JSON alone.
         print(f"chart: {chart}{', in a new folder' * new}", file=sys.stderr if options.json else sys.stdout)
-    return 0
+    why = _nothing_fits(found, fits, gpu, options)
+    if why is not None:
+        sys.stdout.flush()
+        print(f"liger-losses: nothing fits: {why}", file=sys.stderr)
+    return 0 if why is None else 1
+
+
+def _nothing_fits(
+    found: list[Estimate], fits: dict[str, tuple[int, int]], gpu: Gpu, options: argparse.Namespace
+) -> str | None:
+    """What is too small, and for what, where no strategy of ours can do with it."""
+    ours = [one for one in found if one.least is not None]
+    least = min(one.least or 0 for one in ours)
+    needs = f"the least of a strategy is {-(-least // MIB):,}MiB"
+    if all(one.workspace is None for one in ours):
+        return f"--memory-budget {options.memory_budget}: {needs}"
+    if fits and not any(fits[one.way] != (0, 0) for one in ours):
+        return f"--memory {options.memory}: not one example at this length, nor one token at this batch"
+    if least > gpu.gib << 30:
+        return f"{gpu.name} has {gpu.gib}GiB: {needs}"
+    return None
 
 
 def _list_models() -> list[str]:
