@@ -240,6 +240,33 @@ def test_a_wrong_layer_of_ours_is_not_timed() -> None:
     assert "ms" not in row
 
 
+@torch.no_grad()
+def test_fused_layers_in_bf16_are_as_near_to_fp32_as_the_models_own() -> None:
+    """Why losses of one case differ between its rows: both are a rounding away from fp32, and from each other."""
+    from liger_losses.integrations.layers import fuse_layers, unfuse_layers
+
+    config = {**trainers.TINY, "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8,
+              "max_position_embeddings": 512}  # fmt: skip
+    (model,) = trainers.make_models(config, 1, CPU, torch.bfloat16)
+    ids = torch.randint(3, 2048, (2, 384), generator=torch.Generator().manual_seed(0))
+
+    def logprobs() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            hidden = model.model(ids, use_cache=False).last_hidden_state
+        return full_logprobs(hidden.float()[:, :-1], model.lm_head.weight.float(), ids[:, 1:])
+
+    plain = logprobs()
+    assert fuse_layers(model).replaced.total() == 33
+    fused = logprobs()
+    unfuse_layers(model)
+    model.float()
+    true = logprobs()
+    own, ours, apart = (float((a - b).std()) for a, b in ((plain, true), (fused, true), (fused, plain)))
+    assert ours < 1.1 * own
+    assert 0.5 * own < apart < 1.5 * own
+    assert max(float((a - true).mean().abs()) for a in (plain, fused)) < 0.2 * own
+
+
 def test_trainers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
     assert main(["trainers", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0

@@ -95,6 +95,37 @@ def test_steps_in_the_readme_are_those_of_the_results() -> None:
             assert cell.replace("**", "") == want, (label, case)
 
 
+def test_what_fuse_trainer_gains_alone_is_that_of_the_results() -> None:
+    """README and docs/trl.md say it in one sentence each."""
+    from benchmarks import results
+
+    speeds: dict[str, list[float]] = {}
+    saved, layered, sentences = [], [], {}
+    for report in (report for record in results.newest() for report in record.get("trainers", [])):
+        rows = {row["implementation"]: row for row in report["rows"]}
+        own, ours = rows["TRL"], rows["fuse_trainer"]
+        trainer = report["case"].partition("-")[0]
+        speeds.setdefault(trainer, []).append(own["ms"] / ours["ms"])
+        before, after = (f"{row['peak_bytes'] / 2**30:.1f}" for row in (own, ours))
+        sentences[trainer] = f"({before} to {after} GiB)"
+        if trainer in ("dpo", "grpo"):
+            saved.append(float(before) - float(after))
+        if "fuse_trainer, fuse_layers" in rows:
+            layered.append(own["ms"] / rows["fuse_trainer, fuse_layers"]["ms"])
+    alone = speeds["dpo"] + speeds["grpo"]
+    pages = {
+        name: (ROOT / name).read_text(encoding="utf-8").replace("\n", " ") for name in ("README.md", "docs/trl.md")
+    }
+    for page in pages.values():
+        assert f"{min(alone):.2f} to {max(alone):.2f} times" in page
+        assert f"{max(saved):.1f} GiB less" in page
+        assert f"{speeds['orpo'][0]:.2f} times" in page
+        assert f"{speeds['gkd'][0]:.2f} times" in page
+        assert sentences["orpo"] in page
+        assert sentences["gkd"] in page
+    assert f"{min(layered):.2f} to {max(layered):.2f} times" in pages["docs/trl.md"]
+
+
 def test_charts_are_of_the_committed_results() -> None:
     """The page says what the results say, and every chart it shows is there."""
     from benchmarks import charts, results
