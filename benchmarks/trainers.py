@@ -308,11 +308,12 @@ under bf16 autocast, sdpa), forward and backward by the trainer's own `training_
 - *TRL*: the trainer as it ships; *TRL's loss on whole logits*: the same with logits of every position in the place of
   its fused head, as models give them.
 - *x TRL*: how many times as fast as *TRL*. *peak GiB*: all memory allocated at once, both models' weights included.
-- *loss*: DPO sums the rounding of thousands of tokens. With these layers at this width (vocabulary 8,192, one row of 512
-  tokens, on a CPU) a log-probability of the bf16 model is 0.025 nats off that of the same weights in fp32 as it ships and
-  0.024 with `fuse_layers` (standard deviations); the two are 0.028 apart. Independent from token to token, over the
-  2 x 1,536 scored tokens of a pair, two models and `beta` 0.1, that comes to 0.2 in the margin of a pair of 2,048 tokens
-  and 0.4 in one of 8,192. Neither is nearer to fp32; the gradient's norm is the same.
+- *loss*: DPO sums the rounding of thousands of tokens. With these layers at this width (vocabulary 8,192, 512 tokens,
+  on a CPU) a log-probability of the bf16 model is 0.025 nats off that of the same weights in fp32 as it ships, and
+  0.024 with `fuse_layers` (standard deviations); the two are 0.028 apart. Were that independent from token to token,
+  it would come to 0.2 in the margin of a pair of 2,048 tokens (2 x 1,536 scored, two models, `beta` 0.1) and to 0.4
+  in one of 8,192; the rows differ by that order or less. The runs below were not themselves compared with fp32; their
+  gradients' norms agree.
 """
 
 
