@@ -1,4 +1,4 @@
-"""Constants of the caller's, brought to where the computation is."""
+"""Tensors of the caller's, brought to where the computation is, and to the dtype that it takes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def taken(
     """`value` on `device`, without waiting, in a form that autograd may keep; with its gradient where it has one."""
     value = value.to(device, value.dtype if dtype is None else dtype, non_blocking=True)
     return _savable(value)
+
+
+def wide(values: Tensor) -> Tensor:
+    """In fp32 where they have 16 bits: sums of log-probabilities lose digits in 16 bits, or are infinite."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def savable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

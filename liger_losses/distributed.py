@@ -18,7 +18,7 @@ from .chunked import Loss, ScoredTokens, fused_linear_loss, linear_logprobs
 from .chunked.cluster import ClusterPlan, Rates, plan_cluster
 from .chunked.loss import check_loss
 from .chunked.placements import TENSOR_PARALLEL, check_rows_of_head, group_bounds, mesh_name, own_name, shard_bounds
-from .chunked.tokens import check_ignore_index, check_integer
+from .chunked.tokens import check_ignore_index, check_integer, widened
 
 __all__ = [
     "ClusterPlan",
@@ -289,6 +289,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     check_ignore_index(ignore_index)
     if labels.dim() == 0:
         raise ValueError("labels: got a tensor without dimensions, expected [..., T]")
+    labels = widened(labels)
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
     return shifted
@@ -322,6 +323,6 @@ def scored_count(
     labels = target.target if isinstance(target, ScoredTokens) else target
     check_integer("target", labels)
     _check_member(group)
-    count = (labels != ignore_index).sum().to(torch.float64)
+    count = (widened(labels) != ignore_index).sum().to(torch.float64)
     dist.all_reduce(count, group=group)
     return (count / dist.get_world_size(group) if gradients == "mean" else count).clamp_min(1e-9)

@@ -190,6 +190,20 @@ def test_targets_made_in_inference_mode(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("vocab", [200, 256])  # -100 is 156 in uint8, and 256 is 0
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_of_few_bits(name: str, vocab: int) -> None:
+    ids = IDS.clone()
+    ids[:, 1] = 156
+    generator, found = torch.Generator().manual_seed(2), []
+    rows = torch.randn(vocab, WIDTH, generator=generator)
+    for target in (ids, ids.to(torch.uint8)):
+        hidden, weight = HIDDEN.clone().requires_grad_(), rows.clone().requires_grad_()
+        value = _differentiable(TARGETS[name](hidden, weight, target))
+        found.append([value.detach(), *torch.autograd.grad(value, (hidden, weight))])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_scored_tokens_first_read_in_inference_mode() -> None:
     weight = WEIGHT.clone().requires_grad_()
     with torch.inference_mode():
@@ -317,3 +331,22 @@ def test_a_pure_function_takes_constants_made_in_inference_mode(
         gradients.append(torch.autograd.grad(_differentiable(result), tuple(leaves.values())))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _values(result: Any) -> list[Tensor]:
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
+    return [result] if isinstance(result, Tensor) else [tensor for part in parts for tensor in _values(part)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "options", "tensors"), _CALLS)
+def test_16_bit_numbers_are_computed_with_in_fp32(
+    name: str, options: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    function = getattr(losses, name)
+    narrow = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    wide = {n: t.float() if t.is_floating_point() else t for n, t in narrow.items()}
+    found, expected = _values(function(**narrow, **options)), _values(function(**wide, **options))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.to(other.dtype), other, rtol=1e-6, atol=1e-6)
+        assert one.dtype == other.dtype

@@ -13,7 +13,7 @@ from .head import NAMES, Precision, check_head, choose_precision
 from .head_tensors import HeadTensors, check_head_tensors
 from .parallel import VocabularyShard
 from .placements import local_head, local_teacher
-from .tokens import ScoredTokens, check_ignore_index, check_target
+from .tokens import ScoredTokens, check_ignore_index, check_target, widened
 
 
 class Call:
@@ -104,6 +104,7 @@ def prepare(
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor or ScoredTokens")
     else:
         check_target(target)
+        target = widened(target)
     check_head(hidden, weight, bias, target.shape, head)
     hidden, weight, bias, shard = local_head(hidden, weight, bias, head)
     return Call(hidden, weight, bias, target, ignore_index, choose_precision(hidden, weight, logits_dtype, head), shard)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import FP32_RANGE, check_constant, check_float_tensor, check_fp32_range
 from ..kernels import DIFFERENTIABLE, DISTILLATION, INVALID_POSITIVE, STATISTICS, LogitTransform
 from .teacher import Teacher, check_teacher
-from .tokens import check_integer, upload
+from .tokens import check_integer, upload, widened
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ def _canonical_positives(
     if not isinstance(positives, Tensor):
         raise TypeError(f"positives: got {type(positives).__name__}, expected a torch.Tensor")
     check_integer("positives", positives)
+    positives = widened(positives)
     if positives.shape[:-1] != shape:
         raise ValueError(f"positives: got shape {tuple(positives.shape)}, expected {(*shape, 'labels a token')}")
     unscored = target.to(positives.device).reshape(shape) == ignore_index

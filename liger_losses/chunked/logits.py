@@ -27,7 +27,7 @@ from ..kernels import (
 from .head import refuse_transforms
 from .head_tensors import HeadTensors, check_head_tensors, logit_coefficients, make_transform
 from .loss import check_differentiable, check_statistics
-from .tokens import check_ignore_index, check_range, check_target, upload
+from .tokens import check_ignore_index, check_range, check_target, upload, widened
 
 
 def logit_statistics(
@@ -66,6 +66,7 @@ def logit_statistics(
     if not isinstance(target, Tensor):
         raise TypeError(f"target: got {type(target).__name__}, expected a torch.Tensor")
     check_target(target)
+    target = widened(target)
     if logits.dim() < 1 or logits.shape[-1] < 1 or logits.shape[:-1] != target.shape:
         raise ValueError(f"logits: got shape {tuple(logits.shape)}, expected {(*target.shape, 'V')}, V >= 1")
     if target.device.type != "meta" and not torch.compiler.is_compiling():
@@ -79,7 +80,7 @@ def logit_statistics(
     rows = logits.reshape(-1, logits.shape[-1])
     outputs = _statistics(
         rows if rows.stride(-1) == 1 else rows.contiguous(),
-        upload(target.reshape(-1), logits.device).to(torch.int64).contiguous(),
+        upload(target.reshape(-1), logits.device).contiguous(),
         tensors.temperature,
         tensors.column_weights,
         ",".join(statistics),

@@ -30,6 +30,7 @@ class ScoredTokens:
     def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
         check_target(target)
         check_ignore_index(ignore_index)
+        target = widened(target)
         self.shape = target.shape
         self.ignore_index = ignore_index
         rows = target if target.dim() == 2 else target.reshape(1, -1)
@@ -143,6 +144,11 @@ def check_ignore_index(ignore_index: int) -> None:
         raise TypeError(f"ignore_index: got {ignore_index!r}, expected an int")
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index: got {ignore_index}, expected a number that fits 64 bits")
+
+
+def widened(ids: Tensor) -> Tensor:
+    """As int64: in narrower ones a vocabulary's size and `ignore_index` wrap around, -100 being 156 in uint8."""
+    return ids.to(torch.int64)
 
 
 def check_target(target: Tensor) -> None:

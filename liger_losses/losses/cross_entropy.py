@@ -19,7 +19,7 @@ from .._checks import (
     check_number,
     check_size,
 )
-from .._constants import taken
+from .._constants import taken, wide
 from .._weighting import divided, divisor, weighted
 from .selection import TokenSelection
 
@@ -56,7 +56,7 @@ def cross_entropy_loss(
         selection=selection,
     )
     check_mask(mask, logprobs)
-    statistics = {"logprob": logprobs}
+    statistics = {"logprob": wide(logprobs)}
     given = {"mean_logprob": ("mean_logprobs", mean_logprobs), "lse": ("lse", lse), "entropy": ("entropy", entropy)}
     for name, (argument, value) in given.items():
         if value is None and name in loss.statistics:
@@ -66,7 +66,7 @@ def cross_entropy_loss(
         if name not in loss.statistics:
             raise ValueError(f"{argument}: got a tensor, expected None: no option of {loss} reads it")
         check_float_tensor(argument, value, tuple(mask.shape))
-        statistics[name] = value
+        statistics[name] = wide(value)
     inputs = {"token_weights": token_weights, "class_weights": class_weights}
     present = {name: value for name, value in inputs.items() if value is not None}
     if num_items_in_batch is not None:
@@ -145,9 +145,7 @@ class CrossEntropyLoss:
             self._check_count(inputs[_COUNT])
 
         def read(value: Tensor) -> Tensor:
-            # Sums of 16-bit weights lose digits in 16 bits, or are infinite.
-            kind = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
-            return taken(value, mask.device, kind)
+            return taken(wide(value) if value.is_floating_point() else value, mask.device)
 
         return {name: read(value) for name, value in inputs.items()}
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_choice, check_float_tensor, check_number
+from .._constants import wide
 
 # Largest exponent that is taken; beyond it the score is constant. It leaves room in the dtype for what follows (beta,
 # a difference, a sum over the batch), and keeps the gradient from being 0 * inf where the loss itself is flat.
@@ -51,12 +52,12 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def f_divergence_score(
-    log_ratio: Tensor,  # any shape, fp32 or fp64
+    log_ratio: Tensor,  # any shape
     name: str,
     alpha: float = 0.5,  # read by "alpha_divergence" only
 ) -> Tensor:
-    """`g(log_ratio)` of the named divergence, same shape. Exponents are bounded: 80 in fp32, 700 in fp64."""
+    """`g(log_ratio)` of the named divergence, same shape, in fp32 (fp64). Its exponents stop at 80 in fp32, 700 in fp64."""
     check_float_tensor("log_ratio", log_ratio)
     check_choice("name", name, tuple(F_DIVERGENCES))
     check_number("alpha", alpha)
-    return F_DIVERGENCES[name](log_ratio, alpha)
+    return F_DIVERGENCES[name](wide(log_ratio), alpha)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count, check_float_tensor, check_mask
-from .._constants import taken
+from .._constants import taken, wide
 from .._weighting import divided
 from .._weighting import divisor as of_count
 from .policy_options import PolicyOptions
@@ -72,10 +72,10 @@ def grpo_loss(
             f"entropy: got {'None' if entropy is None else 'a tensor'}, expected it with entropy_coef, "
             "top_entropy_quantile or report_entropy, and only then"
         )
-    statistics = {"logprob": logprobs}
+    statistics = {"logprob": wide(logprobs)}
     if entropy is not None:
         check_float_tensor("entropy", entropy, tuple(mask.shape))
-        statistics["entropy"] = entropy
+        statistics["entropy"] = wide(entropy)
     inputs = loss.prepare(mask, {name: value for name, value in given.items() if value is not None})
     return loss(statistics, mask, inputs, loss.totals(mask, inputs))
 

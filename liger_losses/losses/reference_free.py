@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_choice, check_device, check_flag, check_float_tensor, check_number, check_shape
+from .._constants import wide
 from .f_divergence import f_divergence_score
 from .pairs import pair_count, pair_metrics, pair_totals, split_pairs
 from .preference_types import FLIPS, logistic
@@ -25,14 +26,15 @@ from .sequence import sequence_logprobs
 
 
 def log_odds(
-    logps: Tensor,  # any shape, fp32 or fp64
+    logps: Tensor,  # any shape
 ) -> Tensor:
-    """`log(p / (1 - p))` of `p = e^logps`, same shape.
+    """`log(p / (1 - p))` of `p = e^logps`, same shape, in fp32 or fp64.
 
     `logps` is kept at or below minus the dtype's epsilon, where `p` is the largest number below 1: a model that is sure
     of every token has finite odds, and no gradient that would make it surer.
     """
     check_float_tensor("logps", logps)
+    logps = wide(logps)
     bounded = logps.clamp(max=-torch.finfo(logps.dtype).eps)
     return bounded - torch.log(-torch.expm1(bounded))
 
@@ -305,7 +307,7 @@ class ReferenceFreeLoss(ReferenceFreeObjective):
         totals: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = statistics["logprob"]
-        logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
+        logprobs = wide(logprobs)
         responses, nll_mask = self._masks(mask, inputs)
         average = self.average_log_prob or self.type.average
         logps = sequence_logprobs(self._pairs(logprobs), responses, average=average)

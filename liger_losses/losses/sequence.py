@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_flag, check_float_tensor, check_mask, check_number, check_scored
+from .._constants import wide
 from .pairs import pair_count, split_pairs
 
 
@@ -35,7 +36,7 @@ def sequence_logprobs(
     """
     check_flag("average", average)
     check_mask(mask, logprobs)
-    total = logprobs.masked_fill(~mask, 0).sum(dim=1)
+    total = wide(logprobs).masked_fill(~mask, 0).sum(dim=1)
     return total / sequence_lengths(mask).clamp_min(1) if average else total
 
 
@@ -57,7 +58,7 @@ def length_desensitized_logprobs(
     pair_count(mask.shape[0])
     shared = torch.minimum(*split_pairs(sequence_lengths(mask))).repeat(2)
     beyond = mask.cumsum(dim=1) > shared.unsqueeze(1)
-    scored = logprobs.masked_fill(~mask, 0)
+    scored = wide(logprobs).masked_fill(~mask, 0)
     return torch.where(beyond, ld_alpha * scored, scored).sum(dim=1)
 
 
@@ -75,5 +76,5 @@ def alignment_weights(
     """
     check_mask(mask, logprobs)
     check_float_tensor("log_sum_sq_probs", log_sum_sq_probs, tuple(mask.shape))
-    aligned = (logprobs - log_sum_sq_probs).detach()
+    aligned = (wide(logprobs) - wide(log_sum_sq_probs)).detach()
     return sequence_logprobs(aligned, mask, average=True).exp()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_count, check_float_tensor, check_mask, check_names, check_scored
-from .._constants import taken
+from .._constants import taken, wide
 from .._weighting import divided, divisor, weighted
 from .divergence import check_divergence, check_pair, not_negative, scored_rows
 from .divergence_kinds import DIVERGENCES, must_cover
@@ -72,7 +72,7 @@ def topk_divergence(
     if tail == "drop" and kind not in ("forward_kl", "reverse_kl", "jsd"):
         raise ValueError(f"tail: got 'drop' with kind={kind!r}, expected forward_kl, reverse_kl or jsd")
     check_pair(("student_logprobs", "teacher_logprobs"), student_logprobs, teacher_logprobs, mask)
-    student, teacher = scored_rows(student_logprobs, teacher_logprobs.detach(), mask)
+    student, teacher = scored_rows(wide(student_logprobs), wide(teacher_logprobs.detach()), mask)
     absent = teacher == -torch.inf
     if mask is not None:
         absent = absent | ~mask.unsqueeze(-1)
@@ -133,7 +133,7 @@ def sampled_kl(
     check_float_tensor("student_logprobs", student_logprobs)
     check_float_tensor("teacher_logprobs", teacher_logprobs, tuple(student_logprobs.shape))
     teacher_logprobs = taken(teacher_logprobs.detach(), student_logprobs.device)
-    difference = student_logprobs - teacher_logprobs.to(student_logprobs.dtype)
+    difference = wide(student_logprobs) - wide(teacher_logprobs)
     if mask is not None:
         check_scored(mask, tuple(student_logprobs.shape))
         difference = difference.masked_fill(~mask, 0)

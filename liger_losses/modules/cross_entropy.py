@@ -11,7 +11,7 @@ from torch import Tensor
 from .._checks import check_choice, check_count, check_flag, check_float_tensor, check_whole
 from .._constants import taken
 from ..chunked import ScoredTokens, fused_linear_loss, linear_logprobs, logit_statistics
-from ..chunked.tokens import check_integer, upload
+from ..chunked.tokens import check_integer, upload, widened
 from ..losses import CrossEntropyLoss, TokenSelection
 from .base import CallOptions, check_accumulator, check_head_as, renamed
 from .engine_options import TilingOptions, with_tiling_options
@@ -145,6 +145,7 @@ def _rows(target: Tensor | ScoredTokens, expected: str) -> Tensor:
     """The targets `[R, T]` of one row `[N]` or of several."""
     tensor = target.target if isinstance(target, ScoredTokens) else target
     check_integer("target", tensor)
+    tensor = widened(tensor)
     if tensor.dim() not in (1, 2):
         raise ValueError(f"target: got shape {list(tensor.shape)}, expected {expected}")
     return tensor if tensor.dim() == 2 else tensor.unsqueeze(0)

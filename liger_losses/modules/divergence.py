@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_flag, check_number
-from ..chunked.tokens import check_ignore_index, check_integer
+from ..chunked.tokens import check_ignore_index, check_integer, widened
 from ..losses.divergence import check_pair, kl_terms, logprob_divergence, scored_rows
 from ..losses.divergence_kinds import total_variation_terms
 
@@ -26,7 +26,7 @@ def _mask(shift_labels: Tensor | None, ignore_index: int, rows: torch.Size) -> T
     check_integer("shift_labels", shift_labels)
     if shift_labels.shape != rows:
         raise ValueError(f"shift_labels: got shape {list(shift_labels.shape)}, expected {list(rows)}")
-    return shift_labels != ignore_index
+    return widened(shift_labels) != ignore_index
 
 
 def _check_matrix(name: str, tensor: Tensor) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._checks import check_shape
+from .._checks import check_device, check_shape
 from ..chunked import ScoredTokens
+from ..chunked.tokens import check_integer, widened
 from ..losses import ReferenceFreeLoss
 from .base import check_head_as, check_rows
 from .engine_options import EngineOptions, with_engine_options
@@ -125,11 +126,10 @@ class LigerFusedLinearORPOLoss(ReferenceFreeModule):
         if isinstance(target, ScoredTokens):
             target.check_ignored(ignore)
         labels = target.target if isinstance(target, ScoredTokens) else target
-        if nll_target.dtype != labels.dtype or nll_target.device != labels.device:
-            raise TypeError(
-                f"nll_target: got dtype {nll_target.dtype} on {nll_target.device}, expected those of target, "
-                f"{labels.dtype} on {labels.device}"
-            )
+        check_integer("target", labels)
+        check_integer("nll_target", nll_target)
+        check_device("nll_target", nll_target, "target", labels)
+        labels, nll_target = widened(labels), widened(nll_target)
         pairs = labels.shape[0] // 2
         check_head_as(("_input", "lin_weight", "bias"), hidden, weight, bias, labels.shape)
         nll = nll_target[:pairs]
