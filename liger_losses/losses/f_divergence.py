@@ -56,7 +56,7 @@ def f_divergence_score(
     name: str,
     alpha: float = 0.5,  # read by "alpha_divergence" only
 ) -> Tensor:
-    """`g(log_ratio)` of the named divergence, same shape, in fp32 (fp64). Its exponents stop at 80 in fp32, 700 in fp64."""
+    """`g(log_ratio)` of the named divergence, same shape, in fp32 (fp64). Exponents stop at 80 in fp32, 700 in fp64."""
     check_float_tensor("log_ratio", log_ratio)
     check_choice("name", name, tuple(F_DIVERGENCES))
     check_number("alpha", alpha)
