@@ -75,7 +75,7 @@ class Divergence:
         kind: see above. beta: of `jsd`, the weight of the teacher, in [0, 1]. As `beta` goes to 0 or 1 the formula goes
             to 0; the endpoints themselves are, as in TRL and liger-kernel, 0: forward KL, 1: reverse KL.
         skew: in [0, 1); 0 is the plain KL. alpha: any finite number but 0 and 1. mu: of `akl`, in [0, 1]; 0 is reverse
-            KL.
+            KL, 1 forward KL.
         temperature: > 0, and finite in fp32 like its inverse (and its square where that scales); refused with `cosine`,
             which it cannot change. teacher_temperature: of the teacher alone; None: as `temperature`.
         soft_weight, hard_weight: >= 0, one of them > 0.
@@ -130,8 +130,8 @@ class Divergence:
         """The kind whose formula is evaluated: the endpoints of `beta`, `skew` and `mu` are other kinds."""
         if self.kind == "jsd" and self.beta in (0, 1):
             return "reverse_kl" if self.beta else "forward_kl"
-        if self.kind == "akl" and self.mu == 0:
-            return "reverse_kl"
+        if self.kind == "akl" and self.mu in (0, 1):
+            return "forward_kl" if self.mu else "reverse_kl"
         return self.kind.removeprefix("skewed_") if self.skew == 0 else self.kind
 
     @property

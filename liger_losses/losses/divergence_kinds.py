@@ -146,6 +146,8 @@ def _alpha(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
 
 
 def _akl(log_s: Tensor, log_t: Tensor, numbers: DivergenceNumbers) -> Tensor:
+    if numbers.mu == 1:
+        return _forward_kl(log_s, log_t, numbers)  # rounded sums of probabilities reach 1 before the last of them
     with torch.no_grad():
         share = head_share(log_s.exp(), log_t.exp(), numbers.mu)
     forward, reverse = _forward_kl(log_s, log_t, numbers), _reverse_kl(log_s, log_t, numbers)
@@ -222,13 +224,15 @@ def must_cover(kind: str, numbers: DivergenceNumbers) -> set[str]:
     """The models that must give a probability wherever the other does, or else the divergence is infinite."""
     alpha, trl = numbers.alpha, numbers.endpoints == "trl"
     student = (
-        kind in ("forward_kl", "jeffreys", "akl")
+        kind in ("forward_kl", "jeffreys")
+        or (kind == "akl" and numbers.mu > 0)
         or (kind == "skewed_forward_kl" and numbers.skew == 0)
         or (kind == "alpha" and alpha >= 1)
         or (kind == "jsd" and numbers.beta == 0 and trl)
     )
     teacher = (
-        kind in ("reverse_kl", "jeffreys", "akl")
+        kind in ("reverse_kl", "jeffreys")
+        or (kind == "akl" and numbers.mu < 1)
         or (kind == "skewed_reverse_kl" and numbers.skew == 0)
         or (kind == "alpha" and alpha <= 0)
         or (kind == "jsd" and numbers.beta == 1 and trl)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from liger_losses import Divergence, linear_divergence
 from liger_losses.kernels import head_mask, head_share
+from liger_losses.losses import divergence
 
 from ..distillation_oracle import head_share_of
 
@@ -53,3 +55,19 @@ def test_equal_distributions_and_nan() -> None:
     p = torch.tensor([[0.5, 0.5], [0.5, torch.nan]])
     assert head_share(p, p, 0.5).isnan().tolist() == [False, True]
     assert head_share(p, p, 0.5)[0] == 0.5
+
+
+@pytest.mark.parametrize(("mu", "kind"), [(0.0, "reverse_kl"), (1.0, "forward_kl")])
+@pytest.mark.parametrize("sharpness", [1.0, 60.0])  # at the second most probabilities are 0 in fp32
+def test_at_its_ends_akl_is_a_kl(mu: float, kind: str, sharpness: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, teacher = (torch.randn(*s, generator=generator) for s in ((40, 8), (65, 8), (40, 65)))
+    weight, teacher = weight * sharpness / 3, teacher * sharpness
+    target = torch.zeros(40, dtype=torch.int64)
+    fused = [
+        linear_divergence(hidden, weight, target, teacher_logits=teacher, divergence=Divergence(kind=k, **more))
+        for k, more in (("akl", {"mu": mu}), (kind, {}))
+    ]
+    torch.testing.assert_close(*fused, rtol=0, atol=0)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(divergence(logits, teacher, kind="akl", mu=mu), divergence(logits, teacher, kind=kind))
