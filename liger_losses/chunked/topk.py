@@ -164,7 +164,9 @@ class _GatheredLogits(torch.autograd.Function):
         for part in _parts(ids, ctx.rows):
             chosen, factor = ids[part], gradient[part]
             if d_hidden is not None:
-                d_hidden[part] = torch.bmm(factor.unsqueeze(1), _gathered(weight, chosen, precision)).squeeze(1)
+                with outside_autocast(hidden.device):  # should the caller's backward be in it
+                    product = torch.bmm(factor.unsqueeze(1), _gathered(weight, chosen, precision))
+                d_hidden[part] = product.squeeze(1)
             if d_weight is not None:
                 rows = factor.unsqueeze(-1) * _inputs(hidden[part], precision).unsqueeze(1)
                 _add_rows(d_weight, chosen.reshape(-1), rows.flatten(0, 1))

@@ -190,6 +190,16 @@ def test_autocast_and_nothing_written_to() -> None:
         assert torch.equal(tensor.nan_to_num(), copy.nan_to_num())
 
 
+def test_backward_inside_autocast() -> None:
+    hidden, weight, ids, bias = case(torch.float32)
+    leaves = (hidden, weight, bias)
+    value = linear_topk_logprobs(hidden, weight, ids, bias).square().sum()
+    expected = torch.autograd.grad(value, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(value, leaves)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_nothing_scored() -> None:
     hidden, weight, ids, bias = case()
     value = linear_topk_logprobs(hidden, weight, torch.full_like(ids, -100), bias)
