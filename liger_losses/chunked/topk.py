@@ -81,11 +81,14 @@ def linear_topk_logprobs(
                          "for data parallelism: rows are gathered by id")  # fmt: skip
     check_tiling(strategy, memory_budget, logits_dtype, active_vocab)
     check_deferred(strategy, "fused_linear_loss")
-    call = prepare(hidden, weight, ids[..., 0], bias, ignore_index, logits_dtype)
+    ids = ids.to(hidden.device, torch.int64)
+    present = ids != ignore_index
+    scored = present.any(-1)
+    # Whatever is checked beside the head asks which tokens are scored: any id of theirs will do.
+    some = ids.masked_fill(~present, -1).amax(-1).masked_fill(~scored, ignore_index)
+    call = prepare(hidden, weight, some, bias, ignore_index, logits_dtype)
     call.read(HeadTensors(per_token(temperature)), ("logprob",))
     call.transform = make_transform(logit_scale, softcap, temperature)
-    ids = ids.to(call.hidden.device, torch.int64)
-    present = ids != ignore_index
     valid = (ids >= 0) & (ids < call.vocab_size)
     # Not while tracing: the branch would depend on data.
     readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -99,7 +102,7 @@ def linear_topk_logprobs(
     )  # fmt: skip
     if ids.shape[-1] == 1:
         return logprobs_of(target=ids[..., 0]).unsqueeze(-1)
-    scored, usable = present.any(-1), present & valid
+    usable = present & valid
     budget = _DEFAULT_BUDGET if memory_budget is None else memory_budget
     logits = _logits_of(call, ids.masked_fill(~usable, 0), scored, budget)
     # Its logit and its probability cancel in the gradient, and are the largest that do: those the engine subtracts

@@ -61,6 +61,24 @@ def test_is_the_gather_of_whole_logits(options: dict, bias: bool, together: int 
     torch.testing.assert_close(*(torch.autograd.grad(v, leaves, upstream) for v in (value, expected)))
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_whichever_slot_is_empty(slots: int) -> None:
+    """A token is scored, and has its own temperature, also where its first slot holds nothing."""
+    hidden, weight, ids, bias = case()
+    ids = ids.clone()
+    ids[..., 1] = 5
+    ids[:, ::2, 0] = -100
+    ids = ids[..., :slots]
+    temperature = torch.linspace(0.5, 2.0, 14, dtype=torch.float64).view(2, 7)
+    hidden = hidden.detach().nan_to_num().requires_grad_()
+    value = linear_topk_logprobs(hidden, weight, ids, bias, temperature=temperature)
+    expected = unfused(hidden, weight, ids, bias, temperature=temperature)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(v.square().sum(), (hidden, weight, bias)) for v in (value, expected))
+    )
+
+
 def test_gradcheck() -> None:
     hidden, weight, ids, bias = case()
     assert torch.autograd.gradcheck(
