@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .kernels import wide_dtype
+
 
 def taken(
     value: Tensor,
@@ -18,7 +20,7 @@ def taken(
 
 def wide(values: Tensor) -> Tensor:
     """In fp32 where they have 16 bits: sums of log-probabilities lose digits in 16 bits, or are infinite."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.to(wide_dtype(values.dtype))
 
 
 def savable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

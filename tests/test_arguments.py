@@ -14,7 +14,7 @@ import liger_losses as ll
 from liger_losses import losses
 from liger_losses.chunked import ScoredTokens
 
-from .test_constants import CASES, LABELS, TARGET
+from .test_constants import CASES, LABELS, TARGET, tensors_of
 
 ROWS, TOKENS, WIDTH, VOCAB = 6, 4, 3, 7
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -333,11 +333,6 @@ def test_a_pure_function_takes_constants_made_in_inference_mode(
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def _values(result: Any) -> list[Tensor]:
-    parts = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
-    return [result] if isinstance(result, Tensor) else [tensor for part in parts for tensor in _values(part)]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "options", "tensors"), _CALLS)
 def test_16_bit_numbers_are_computed_with_in_fp32(
@@ -346,7 +341,7 @@ def test_16_bit_numbers_are_computed_with_in_fp32(
     function = getattr(losses, name)
     narrow = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     wide = {n: t.float() if t.is_floating_point() else t for n, t in narrow.items()}
-    found, expected = _values(function(**narrow, **options)), _values(function(**wide, **options))
+    found, expected = tensors_of(function(**narrow, **options)), tensors_of(function(**wide, **options))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.to(other.dtype), other, rtol=1e-6, atol=1e-6)
         assert one.dtype == other.dtype

@@ -142,11 +142,11 @@ NUMBERS: dict[str, Case] = {
 }
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     parts = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -163,6 +163,6 @@ def test_a_constant_of_16_bits_is_read_as_the_number_that_it_is(case: str, dtype
         for name, value in given.items()
     }
     wide = {name: value.float() if value.is_floating_point() else value for name, value in narrow.items()}
-    found, expected = _tensors(call(**narrow)), _tensors(call(**wide))
+    found, expected = tensors_of(call(**narrow)), tensors_of(call(**wide))
     assert all(tensor.isfinite().all() for tensor in expected)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -84,7 +84,7 @@ class Call:
     def target_tensor(self) -> Tensor:
         """The targets `[R, T]`, for the traced path."""
         target = self.targets
-        return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device, torch.int64)
+        return (target if target.dim() == 2 else target.reshape(1, -1)).to(self.hidden.device)
 
 
 def prepare(

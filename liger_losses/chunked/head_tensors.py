@@ -149,7 +149,7 @@ def _canonical_positives(
             f"ignore_index={ignore_index}"
         )
     # On an accelerator a label out of range makes its token's log-probability NaN.
-    labels = positives.to(torch.int64).masked_fill(absent, -1).masked_fill(wrong, INVALID_POSITIVE)
+    labels = positives.masked_fill(absent, -1).masked_fill(wrong, INVALID_POSITIVE)
     labels = labels.reshape(shape.numel(), positives.shape[-1]).sort(-1).values
     repeated = torch.zeros_like(labels, dtype=torch.bool)
     repeated[:, 1:] = labels[:, 1:] == labels[:, :-1]

@@ -69,7 +69,7 @@ def logit_statistics(
     target = widened(target)
     if logits.dim() < 1 or logits.shape[-1] < 1 or logits.shape[:-1] != target.shape:
         raise ValueError(f"logits: got shape {tuple(logits.shape)}, expected {(*target.shape, 'V')}, V >= 1")
-    if target.device.type != "meta" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         check_range(target, target != ignore_index, logits.shape[-1], ignore_index)
     shape = target.shape
     tensors = check_head_tensors(

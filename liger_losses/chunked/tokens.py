@@ -107,7 +107,7 @@ class ScoredTokens:
             # The count is known, so that listing the positions need not wait for one.
             index = torch.nonzero_static(mask.reshape(-1), size=total).squeeze(-1)
         # Kernels find a token's number at its position: a column of a matrix is copied.
-        return ScoredOnDevice(target.reshape(-1).to(torch.int64).contiguous(), mask, index, tuple(counts))
+        return ScoredOnDevice(target.reshape(-1).contiguous(), mask, index, tuple(counts))
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -161,8 +161,6 @@ def check_integer(name: str, tensor: object) -> None:
     check_whole(name, tensor)
     if tensor.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, expected an integer dtype (int64)")
-    if tensor.is_meta:
-        raise ValueError(f"{name}: got a tensor on meta, which holds no values; expected one on a device")
 
 
 @dataclass(frozen=True)

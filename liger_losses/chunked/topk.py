@@ -13,11 +13,11 @@ from ..kernels import differentiable_once
 from .api import linear_logprobs
 from .call import Call, per_token, prepare
 from .deferred import outside_autocast
-from .head import Precision, check_head
+from .head import Precision
 from .head_tensors import HeadTensors, make_transform
 from .placements import vocabulary_ranks
 from .planner import check_deferred, check_tiling
-from .tokens import check_ignore_index, check_integer
+from .tokens import check_ignore_index, check_integer, widened
 
 # Bytes of gathered rows of the weight at a time, where the caller names no budget.
 _DEFAULT_BUDGET = 64 * 2**20
@@ -74,14 +74,13 @@ def linear_topk_logprobs(
     if isinstance(hidden, Tensor) and hidden.dim() > 0 and hidden.shape[:-1] != ids.shape[:-1]:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {(*hidden.shape[:-1], 'k')}, by hidden's "
                          f"{tuple(hidden.shape)}")  # fmt: skip
-    check_head(hidden, weight, bias, ids.shape[:-1])
     ranks = vocabulary_ranks(weight)
     if ranks > 1:
         raise ValueError(f"weight: got a vocabulary spread over {ranks} ranks, expected a whole weight, or one sharded "
                          "for data parallelism: rows are gathered by id")  # fmt: skip
     check_tiling(strategy, memory_budget, logits_dtype, active_vocab)
     check_deferred(strategy, "fused_linear_loss")
-    ids = ids.to(hidden.device, torch.int64)
+    ids = widened(ids)
     present = ids != ignore_index
     scored = present.any(-1)
     # Whatever is checked beside the head asks which tokens are scored: any id of theirs will do.
@@ -89,6 +88,7 @@ def linear_topk_logprobs(
     call = prepare(hidden, weight, some, bias, ignore_index, logits_dtype)
     call.read(HeadTensors(per_token(temperature)), ("logprob",))
     call.transform = make_transform(logit_scale, softcap, temperature)
+    ids, present, scored = (t.to(call.hidden.device) for t in (ids, present, scored))
     valid = (ids >= 0) & (ids < call.vocab_size)
     # Not while tracing: the branch would depend on data.
     readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()

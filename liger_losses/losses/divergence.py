@@ -21,7 +21,7 @@ from .._checks import (
     check_temperature,
 )
 from .._constants import taken
-from ..kernels import check_of_logits
+from ..kernels import check_of_logits, wide_dtype
 from .divergence_kinds import DIVERGENCES, DivergenceNumbers, log_ratio, probability_times
 
 ENDPOINTS = ("trl", "formula")
@@ -180,8 +180,8 @@ def check_pair(
 
 def scored_rows(student: Tensor, teacher: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both in one wide dtype; equal rows where not scored, which no kind finds any divergence in."""
-    wide = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
-    student, teacher = student.to(wide), taken(teacher, teacher.device, wide)
+    dtype = wide_dtype(student.dtype, teacher.dtype)
+    student, teacher = student.to(dtype), taken(teacher, teacher.device, dtype)
     if mask is None:
         return student, teacher
     unscored = ~mask.unsqueeze(-1)

@@ -376,7 +376,7 @@ class GRPOLoss(PolicyOptions):
 def _clean(name: str, value: Tensor, mask: Tensor) -> Tensor:
     """A constant (but for `values`) of at least fp32, with zeros where nothing is scored."""
     value = value if name == "values" else value.detach()
-    value = taken(value, mask.device, torch.promote_types(value.dtype, torch.float32))
+    value = taken(wide(value), mask.device)
     return value.masked_fill(~mask, 0) if value.shape == mask.shape else value
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._checks import check_choice, check_device, check_float_tensor, check_number, check_numbers
 from .._constants import taken
+from ..kernels import wide_dtype
 from .f_divergence import F_DIVERGENCES, f_divergence_score
 from .preference_types import LOSS_TYPES, LossType, Pairs
 
@@ -257,9 +258,7 @@ def dpo_loss(
         check_float_tensor("pair_weights", pair_weights, shape)
         objective.check_pair_weights("pair_weights")
         pair_weights = taken(pair_weights, chosen_logps.device)
-    dtype = torch.float32
-    for value in (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
-        dtype = torch.promote_types(dtype, value.dtype)
+    dtype = wide_dtype(*(t.dtype for t in (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)))
     return objective.losses(
         chosen_logps.to(dtype),
         rejected_logps.to(dtype),

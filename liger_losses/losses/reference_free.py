@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._checks import check_choice, check_device, check_flag, check_float_tensor, check_number, check_shape
 from .._constants import wide
+from ..kernels import wide_dtype
 from .f_divergence import f_divergence_score
 from .pairs import pair_count, pair_metrics, pair_totals, split_pairs
 from .preference_types import FLIPS, logistic
@@ -185,7 +186,7 @@ def reference_free_loss(
         raise ValueError(f"chosen_logps: got shape {list(chosen_logps.shape)}, expected [pairs]")
     check_float_tensor("rejected_logps", rejected_logps, (chosen_logps.shape[0],))
     check_device("rejected_logps", rejected_logps, "chosen_logps", chosen_logps)
-    dtype = torch.promote_types(torch.promote_types(chosen_logps.dtype, rejected_logps.dtype), torch.float32)
+    dtype = wide_dtype(chosen_logps.dtype, rejected_logps.dtype)
     difference = objective.difference(chosen_logps.to(dtype), rejected_logps.to(dtype))
     return objective.type.per_pair(difference, objective)
 

@@ -72,7 +72,7 @@ def topk_divergence(
     if tail == "drop" and kind not in ("forward_kl", "reverse_kl", "jsd"):
         raise ValueError(f"tail: got 'drop' with kind={kind!r}, expected forward_kl, reverse_kl or jsd")
     check_pair(("student_logprobs", "teacher_logprobs"), student_logprobs, teacher_logprobs, mask)
-    student, teacher = scored_rows(wide(student_logprobs), wide(teacher_logprobs.detach()), mask)
+    student, teacher = scored_rows(student_logprobs, teacher_logprobs.detach(), mask)
     absent = teacher == -torch.inf
     if mask is not None:
         absent = absent | ~mask.unsqueeze(-1)

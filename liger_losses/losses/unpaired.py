@@ -25,7 +25,8 @@ from .._checks import (
     check_numbers,
     check_shape,
 )
-from .._constants import taken
+from .._constants import taken, wide
+from ..kernels import wide_dtype
 from .sequence import sequence_logprobs
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
@@ -133,11 +134,10 @@ def _log_ratios(logps: Tensor, labels: Tensor, ref_logps: Tensor | None) -> Tens
     if logps.dim() != 1:
         raise ValueError(f"logps: got shape {list(logps.shape)}, expected [rows]")
     check_labels("labels", labels, logps.shape[0])
-    dtype = torch.promote_types(torch.float32, logps.dtype)
     if ref_logps is None:
-        return logps.to(dtype)
+        return wide(logps)
     check_float_tensor("ref_logps", ref_logps, tuple(logps.shape))
-    dtype = torch.promote_types(dtype, ref_logps.dtype)
+    dtype = wide_dtype(logps.dtype, ref_logps.dtype)
     return logps.to(dtype) - taken(ref_logps.detach(), logps.device, dtype)
 
 

@@ -90,7 +90,7 @@ class _CrossEntropy(torch.nn.Module):
             check_float_tensor("token_weights", token_weights, tuple(shape))
             inputs["token_weights"] = taken(token_weights.reshape(target.shape), device)
         if self.class_weights is not None:
-            weights, classes = self.class_weights.to(device), upload(target, device).long()
+            weights, classes = self.class_weights.to(device), upload(target, device)
             inputs["class_weights"] = weights[classes.clamp(0, len(weights) - 1)]
         if num_items_in_batch is not None:
             if self.reduction == "none":

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_choice, check_number
 from ..chunked import Divergence, ScoredTokens, fused_linear_distillation
 from ..chunked.teacher import Teacher, check_teacher, teacher_transform
-from ..chunked.tokens import check_integer, widened
+from ..chunked.tokens import check_integer
 from ..kernels import LogitTransform
 from .base import CallOptions, check_accumulator, check_head_as, renamed
 from .engine_options import HeadOptions, with_head_options
@@ -73,7 +73,6 @@ class DistillationModule(torch.nn.Module):
             raise TypeError(f"{labels_name}: got {type(labels).__name__}, expected a torch.Tensor")
         if isinstance(labels, Tensor):
             check_integer(labels_name, labels)
-            labels = widened(labels)
         check_head_as(_STUDENT, hidden, weight, bias, labels.shape, labels_name)
         second = Teacher(
             self.divergence,

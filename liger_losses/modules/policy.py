@@ -12,7 +12,7 @@ from .._checks import check_choice, check_count, check_flag, check_shape, check_
 from .._constants import taken
 from ..chunked.loss import check_constants
 from ..chunked.placements import vocabulary_ranks
-from ..chunked.tokens import check_integer
+from ..chunked.tokens import check_integer, widened
 from ..losses import GRPOLoss
 from ..losses.policy_types import POLICY_TYPES
 from .base import CallOptions, Reference, fused_loss
@@ -292,6 +292,6 @@ def _target(ids: Tensor, attention_mask: Tensor, hidden: Tensor) -> Tensor:
     check_shape("attention_mask", attention_mask, tuple(ids.shape))
     check_integer("selected_token_ids", ids)
     # An id of -100 under the mask would pass for one that is not scored; -1 is refused like any other that is no class.
-    ids = ids.to(torch.int64)
+    ids = widened(ids)
     ignored = taken(attention_mask == 0, ids.device)
     return ids.masked_fill(ids == _IGNORE, -1).masked_fill(ignored, _IGNORE)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.chunked import fused_linear_loss, linear_logprobs, operators, plan
+from liger_losses.chunked.problem import Plan
 from liger_losses.kernels import tile_statistics
 from liger_losses.modules import LigerFusedLinearDPOLoss
 
@@ -134,9 +135,12 @@ def small_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", 1 << 14)
 
 
+PER_TOKEN = 60 * 8
+
+
 def per_token_bytes(case: Case) -> int:
     """Vectors with a number per token: statistics, running sums, masks, index, the loss's own. Not in a plan."""
-    return 60 * 8 * case.target.numel()
+    return PER_TOKEN * case.target.numel()
 
 
 def run(case: Case, loss: ToyLoss, **options: Any) -> Allocations:
@@ -150,39 +154,40 @@ def run(case: Case, loss: ToyLoss, **options: Any) -> Allocations:
 TWIN = 20 * 8 * (1 << 14)  # bytes of the twin's temporaries
 
 
-@pytest.mark.usefixtures("small_twin")
-@pytest.mark.parametrize("strategy", ["immediate", "cached", "recompute", "frozen"])
-@pytest.mark.parametrize("scored", ["all", "prompt"])
-def test_the_plan_is_kept(strategy: str, scored: str) -> None:
-    """The peak beyond inputs and returned gradients is at most the plan's, and not far below it."""
+def planned_and_seen(strategy: str, scored: str, length: int, width: int, vocab: int) -> tuple[Plan, Allocations, int]:
+    """The plan of a pair, what its step allocated, and the peak of what is neither input nor returned gradient."""
     trainable = HIDDEN if strategy == "frozen" else BOTH
-    case = make_case(2, 400, 64, 4096, torch.float32, bias=False, scored=scored, trainable=trainable)
+    case = make_case(2, length, width, vocab, torch.float32, bias=False, scored=scored, trainable=trainable)
     found = plan(
-        tokens=800, hidden_size=64, vocab_size=4096, scored=case.mask.sum(-1).tolist(), dtype=torch.float32,
+        tokens=2 * length, hidden_size=width, vocab_size=vocab, scored=case.mask.sum(-1).tolist(), dtype=torch.float32,
         separability="pair", trainable_head=strategy != "frozen", strategy=strategy,
     )  # fmt: skip
     seen = run(case, ToyLoss("pair"), strategy=strategy)
-    workspace = seen.peak - sum(leaf.nbytes for leaf in case.leaves)
-    assert workspace <= found.workspace + per_token_bytes(case) + TWIN
+    return found, seen, seen.peak - sum(leaf.nbytes for leaf in case.leaves)
+
+
+EACH = pytest.mark.parametrize("strategy", ["immediate", "cached", "recompute", "frozen"])
+
+
+@pytest.mark.usefixtures("small_twin")
+@EACH
+@pytest.mark.parametrize("scored", ["all", "prompt"])
+def test_the_plan_is_kept(strategy: str, scored: str) -> None:
+    """The peak beyond inputs and returned gradients is at most the plan's, and not far below it."""
+    found, seen, workspace = planned_and_seen(strategy, scored, 400, 64, 4096)
+    assert workspace <= found.workspace + PER_TOKEN * found.problem.positions + TWIN
     assert workspace >= 0.8 * found.workspace
     assert seen.largest <= found.budget
 
 
-@pytest.mark.parametrize("strategy", ["immediate", "cached", "recompute", "frozen"])
+@EACH
 @pytest.mark.parametrize("scored", ["all", "prompt"])
 def test_the_plan_knows_every_copy_of_the_hidden_states(
     strategy: str, scored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above where hidden states are large beside the logits, and one copy more would be seen."""
     monkeypatch.setattr(tile_statistics, "TWIN_ELEMENTS", 1 << 11)
-    trainable = HIDDEN if strategy == "frozen" else BOTH
-    case = make_case(2, 300, 1024, 1024, torch.float32, bias=False, scored=scored, trainable=trainable)
-    found = plan(
-        tokens=600, hidden_size=1024, vocab_size=1024, scored=case.mask.sum(-1).tolist(), dtype=torch.float32,
-        separability="pair", trainable_head=strategy != "frozen", strategy=strategy,
-    )  # fmt: skip
-    seen = run(case, ToyLoss("pair"), strategy=strategy)
-    workspace = seen.peak - sum(leaf.nbytes for leaf in case.leaves)
+    found, _, workspace = planned_and_seen(strategy, scored, 300, 1024, 1024)
     one_copy = found.problem.tokens * 1024 * 4
     assert workspace <= found.workspace + one_copy // 10
 

@@ -101,7 +101,7 @@ def test_low_precision_sums_in_fp32(dtype: torch.dtype) -> None:
     for gradient, truth in zip(gradients, truths, strict=True):
         assert gradient.dtype == dtype
         # A rounding of the sum, and in fp32 two of the value that is squared.
-        assert (gradient - truth).norm() <= 3 * eps * truth.norm()
+        assert (gradient - truth).norm() <= (3 if dtype == torch.float32 else 2) * eps * truth.norm()
 
 
 @pytest.mark.parametrize("slots", [1, 3])
